@@ -1,0 +1,1 @@
+"""The omni-engine command."""

@@ -1,0 +1,1 @@
+"""The frontend: scheduler, worker pool, ZeroMQ server, clients and the Python API. Never imports torch."""

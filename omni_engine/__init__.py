@@ -1,0 +1,1 @@
+"""omni-engine: a serving engine for diffusion models."""

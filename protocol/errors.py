@@ -1,0 +1,225 @@
+"""The one error taxonomy: what went wrong, in which field, what was expected, what to do.
+
+Every error that crosses a process boundary is an ``OmniError``. Its ``code`` is stable and part of the
+protocol; messages are for people and may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+_MAX_VALUE_CHARS = 200
+
+
+class OmniError(Exception):
+    """Base of all errors a user of omni-engine can meet.
+
+    Args:
+        message: what happened, one sentence.
+        field: dotted name of the offending field, if there is one.
+        value: the offending value; shown shortened, sent as text.
+        expected: what is allowed there.
+        hint: what the reader can do about it.
+        retry_after_ms: set where waiting helps: milliseconds after which to try again.
+    """
+
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        value: object = None,
+        expected: str | None = None,
+        hint: str | None = None,
+        retry_after_ms: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.value = None if value is None else shorten(value)
+        self.expected = expected
+        self.hint = hint
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        if self.field is not None:
+            shown = f"{self.field} = {self.value}" if self.value is not None else self.field
+            parts.append(f"[{shown}]")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}.")
+        if self.hint is not None:
+            parts.append(self.hint)
+        return " ".join(parts)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the error as a msgpack-able dict; fields that are not set are left out."""
+        wire: dict[str, Any] = {"code": self.code, "message": self.message}
+        for name in ("field", "value", "expected", "hint", "retry_after_ms"):
+            if (item := getattr(self, name)) is not None:
+                wire[name] = item
+        return wire
+
+
+class ConfigError(OmniError):
+    """A stage config, command line or constructor argument is wrong."""
+
+    code = "config_error"
+
+
+class UnsupportedOptionError(ConfigError):
+    """An option is known, but can't take effect here."""
+
+    code = "unsupported_option"
+
+
+class InvalidRequestError(OmniError):
+    """A request's field is missing, of the wrong type or out of range."""
+
+    code = "invalid_request"
+
+
+class UnknownFieldError(InvalidRequestError):
+    """A request, message or ``extra_args`` names a field that doesn't exist."""
+
+    code = "unknown_field"
+
+
+class UnknownModelError(InvalidRequestError):
+    """A request names a model that no stage serves."""
+
+    code = "unknown_model"
+
+
+class UnknownAdapterError(InvalidRequestError):
+    """A request names a LoRA adapter that isn't registered."""
+
+    code = "unknown_adapter"
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request id is in use already."""
+
+    code = "duplicate_request_id"
+
+
+class LimitExceededError(InvalidRequestError):
+    """A request asks for more than the engine's limits allow."""
+
+    code = "limit_exceeded"
+
+
+class UnknownRequestError(InvalidRequestError):
+    """An operation names a request that the engine doesn't know (any more)."""
+
+    code = "unknown_request"
+
+
+class MalformedMessageError(OmniError):
+    """A message can't be decoded: random bytes, bad UTF-8, wrong frame count, wrong buffer size."""
+
+    code = "malformed_message"
+
+
+class MessageTooLargeError(MalformedMessageError):
+    """A message is larger than the receiver accepts."""
+
+    code = "message_too_large"
+
+
+class ProtocolVersionError(OmniError):
+    """The two sides speak different protocol versions."""
+
+    code = "protocol_version_mismatch"
+
+
+class QueueFullError(OmniError):
+    """The engine holds as many waiting requests as it may; try later."""
+
+    code = "queue_full"
+
+
+class RequestAbortedError(OmniError):
+    """The request was aborted by its client or by shutdown."""
+
+    code = "aborted"
+
+
+class ModelError(OmniError):
+    """The pipeline raised while it ran this request."""
+
+    code = "model_error"
+
+
+class PipelineContractError(OmniError):
+    """A pipeline class or its result breaks the contract it declares."""
+
+    code = "pipeline_contract"
+
+
+class ModelLoadError(OmniError):
+    """A model, pipeline class or adapter can't be loaded."""
+
+    code = "model_load_failed"
+
+
+class WorkerLostError(OmniError):
+    """The worker process that ran the request died."""
+
+    code = "worker_lost"
+
+
+class StageUnavailableError(OmniError):
+    """No worker of the request's stage can run it."""
+
+    code = "stage_unavailable"
+
+
+class EngineClosedError(OmniError):
+    """The engine is shutting down or gone."""
+
+    code = "engine_closed"
+
+
+class RequestTimeoutError(OmniError):
+    """No answer came within the time the caller allowed."""
+
+    code = "timeout"
+
+
+def _subclasses(cls: type[OmniError]) -> list[type[OmniError]]:
+    return [cls] + [found for sub in cls.__subclasses__() for found in _subclasses(sub)]
+
+
+_BY_CODE: dict[str, type[OmniError]] = {cls.code: cls for cls in _subclasses(OmniError)}
+
+
+def shorten(value: object) -> str:
+    """Return ``repr(value)``, at most 200 characters long."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
+
+
+def nearest(name: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]) -> str | None:
+    """Return the known name closest to ``name``, or None if none is close."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def error_from_wire(wire: Mapping[str, Any]) -> OmniError:
+    """Rebuild an error from ``to_wire``'s dict; an unknown code becomes a plain ``OmniError``."""
+    cls = _BY_CODE.get(str(wire.get("code")), OmniError)
+    retry = wire.get("retry_after_ms")
+    return cls(
+        str(wire.get("message", "")),
+        field=wire.get("field"),
+        value=wire.get("value"),
+        expected=wire.get("expected"),
+        hint=wire.get("hint"),
+        retry_after_ms=float(retry) if retry is not None else None,
+    )

@@ -1,0 +1,1 @@
+"""Stage configuration, pipeline contracts, family table and the bundled model."""

@@ -1,0 +1,1 @@
+"""One process per device: loading, LoRA activation and the request-batch runner."""
