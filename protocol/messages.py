@@ -1,0 +1,130 @@
+"""Messages between clients and the engine: header fields, version check, validation on arrival.
+
+``docs/protocol.md`` is the specification; this module is its one implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from omni_engine.protocol.errors import (
+    InvalidRequestError,
+    MalformedMessageError,
+    OmniError,
+    ProtocolVersionError,
+)
+from omni_engine.protocol.fields import describe, refuse_unknown
+
+PROTOCOL_VERSION = 1
+
+HELLO, SUBMIT, ABORT, STATUS, WAIT_READY, PING, BYE = (
+    "hello", "submit", "abort", "status", "wait_ready", "ping", "bye",
+)  # fmt: skip
+WELCOME, ACCEPTED, EVENT, OUTPUT, READY, PONG, ERROR = (
+    "welcome", "accepted", "event", "output", "ready", "pong", "error",
+)  # fmt: skip
+
+_FIELDS: dict[str, frozenset[str]] = {
+    HELLO: frozenset({"client"}),
+    SUBMIT: frozenset({"requests"}),
+    ABORT: frozenset({"request_ids"}),
+    STATUS: frozenset(),
+    WAIT_READY: frozenset(),
+    PING: frozenset(),
+    BYE: frozenset(),
+}
+_COMMON = frozenset({"v", "type", "id"})
+MAX_REQUESTS_PER_MESSAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMessage:
+    """A checked message from a client: its type, correlation id and own fields."""
+
+    type: str
+    id: int | None
+    body: dict[str, Any]
+
+
+def client_message(kind: str, message_id: int | None = None, **body: Any) -> dict[str, Any]:
+    """Build a message for the engine, ready for ``codec.encode``."""
+    return {"v": PROTOCOL_VERSION, "type": kind, "id": message_id, **body}
+
+
+def engine_message(kind: str, reply_to: int | None = None, **body: Any) -> dict[str, Any]:
+    """Build a message for a client, ready for ``codec.encode``."""
+    return {"v": PROTOCOL_VERSION, "type": kind, "reply_to": reply_to, **body}
+
+
+def error_message(
+    error: OmniError, reply_to: int | None = None, request_id: str | None = None
+) -> dict[str, Any]:
+    """Build the answer to a message, or to one of its requests, that can't be served."""
+    return engine_message(ERROR, reply_to, request_id=request_id, error=error.to_wire())
+
+
+def check_version(message: Mapping[str, Any]) -> None:
+    """Raise ``ProtocolVersionError`` unless the message speaks this version."""
+    version = message.get("v")
+    if version != PROTOCOL_VERSION or isinstance(version, bool):
+        raise ProtocolVersionError(
+            "the two sides speak different protocol versions", field="v", value=repr(version),
+            expected=f"{PROTOCOL_VERSION}", hint="Install the same omni-engine version on both sides.",
+        )  # fmt: skip
+
+
+def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
+    """Check a decoded client message: version, type, id and the names of its fields.
+
+    Raises:
+        ProtocolVersionError: if the version differs.
+        MalformedMessageError: if the type is unknown or a field has the wrong type.
+        UnknownFieldError: if a field is unknown.
+    """
+    check_version(message)
+    kind, message_id = message.get("type"), message.get("id")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise MalformedMessageError("unknown message type", field="type", value=describe(kind),
+                                    expected="one of " + ", ".join(_FIELDS))  # fmt: skip
+    if message_id is not None and not _is_id(message_id):
+        raise MalformedMessageError("the message id is not acceptable", field="id",
+                                    value=describe(message_id), expected="an integer >= 0 or nil")  # fmt: skip
+    refuse_unknown(message, _FIELDS[kind] | _COMMON, "")
+    body = {name: message.get(name) for name in _FIELDS[kind]}
+    if kind == SUBMIT:
+        _check_list(body["requests"], "requests", Mapping, "request maps")
+    if kind == ABORT:
+        _check_list(body["request_ids"], "request_ids", str, "request ids")
+    return ClientMessage(kind, message_id, body)
+
+
+def salvage_id(frames: Sequence[Any]) -> int | None:
+    """Return the message id of a message whose text is not UTF-8, if it can be found."""
+    try:
+        header = msgpack.unpackb(
+            memoryview(getattr(frames[0], "buffer", frames[0])), unicode_errors="replace"
+        )
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+        return None
+    found = header.get("id") if isinstance(header, dict) else None
+    return found if _is_id(found) else None
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_list(value: object, field: str, item: type, what: str) -> None:
+    if (
+        not isinstance(value, list)
+        or not 1 <= len(value) <= MAX_REQUESTS_PER_MESSAGE
+        or not all(isinstance(entry, item) for entry in value)
+    ):
+        raise InvalidRequestError(
+            f"{field} is not acceptable", field=field, value=describe(value)[:200],
+            expected=f"a list of 1 to {MAX_REQUESTS_PER_MESSAGE} {what}",
+        )  # fmt: skip

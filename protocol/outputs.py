@@ -1,0 +1,133 @@
+"""What a request gives back: pictures, frames or latents, with seed, adapters and metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_engine.protocol.errors import MalformedMessageError, OmniError, error_from_wire
+from omni_engine.protocol.tensors import TensorData
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedLoRA:
+    """An adapter that was really active: its name, content digest (SHA-256 hex) and scale."""
+
+    name: str
+    digest: str
+    scale: float
+
+
+@dataclass(slots=True)
+class OutputMetrics:
+    """How a request was run.
+
+    Attributes:
+        queue_ms: milliseconds from arrival at the engine to the start of its batch.
+        run_ms: milliseconds its batch took on the worker.
+        num_steps: denoising steps that ran.
+        num_forwards: denoiser forwards it took part in.
+        mean_batch_size: mean number of requests in those forwards.
+        max_batch_size: largest number of requests in one of them.
+        worker: name of the worker that ran it.
+    """
+
+    queue_ms: float = 0.0
+    run_ms: float = 0.0
+    num_steps: int = 0
+    num_forwards: int = 0
+    mean_batch_size: float = 0.0
+    max_batch_size: int = 0
+    worker: str = ""
+
+
+@dataclass(slots=True)
+class DiffusionOutput:
+    """The result of one request.
+
+    Attributes:
+        request_id: the request it answers.
+        images: uint8 arrays of shape (height, width, 3), one per output; None for a video.
+        frames: uint8 arrays of shape (num_frames, height, width, 3), one per output; None for images.
+        latents: with ``output_type="latent"``: the raw latents, one row per output.
+        finished: False only for intermediate results.
+        error: what went wrong, or None.
+        aborted: whether the request was aborted.
+        seed: the seed of output 0; output i used seed + i.
+        applied_loras: the adapters that were active.
+        metrics: how it was run.
+    """
+
+    request_id: str
+    images: list[npt.NDArray[np.uint8]] | None = None
+    frames: list[npt.NDArray[np.uint8]] | None = None
+    latents: npt.NDArray[Any] | TensorData | None = None
+    finished: bool = True
+    error: OmniError | None = None
+    aborted: bool = False
+    seed: int | None = None
+    applied_loras: list[AppliedLoRA] = field(default_factory=list)
+    metrics: OutputMetrics = field(default_factory=OutputMetrics)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request completed with a result."""
+        return self.error is None and not self.aborted
+
+    def raise_for_error(self) -> DiffusionOutput:
+        """Return self, or raise the request's error.
+
+        Raises:
+            OmniError: the typed error this output carries.
+        """
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a dict of plain values and arrays, ready for the codec."""
+        return {
+            "request_id": self.request_id,
+            "images": self.images,
+            "frames": self.frames,
+            "latents": self.latents,
+            "finished": self.finished,
+            "error": None if self.error is None else self.error.to_wire(),
+            "aborted": self.aborted,
+            "seed": self.seed,
+            "applied_loras": [dataclasses.asdict(lora) for lora in self.applied_loras],
+            "metrics": dataclasses.asdict(self.metrics),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> DiffusionOutput:
+        """Rebuild an output from a decoded message.
+
+        Raises:
+            MalformedMessageError: if fields are missing or of the wrong shape.
+        """
+        try:
+            return cls(
+                request_id=wire["request_id"],
+                images=wire["images"],
+                frames=wire["frames"],
+                latents=wire["latents"],
+                finished=wire["finished"],
+                error=None if wire["error"] is None else error_from_wire(wire["error"]),
+                aborted=wire["aborted"],
+                seed=wire["seed"],
+                applied_loras=[AppliedLoRA(**lora) for lora in wire["applied_loras"]],
+                metrics=OutputMetrics(**wire["metrics"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise MalformedMessageError(f"an output is malformed: {error}") from None
+
+    @classmethod
+    def failed(cls, request_id: str, error: OmniError, seed: int | None = None) -> DiffusionOutput:
+        """Build the output of a request that ended with an error."""
+        return cls(request_id, error=error, seed=seed, aborted=error.code == "aborted")

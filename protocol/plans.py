@@ -1,0 +1,143 @@
+"""Messages between the engine and its workers: batch plans, results, capabilities, liveness."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import SAMPLING_FIELDS, DiffusionRequest
+
+BATCH_PLAN, ABORT, STOP = "batch_plan", "abort", "stop"
+"""Engine to worker."""
+
+DESCRIBED, READY, OUTPUTS, HEARTBEAT, FAULT = (
+    "described", "ready", "outputs", "heartbeat", "fault",
+)  # fmt: skip
+"""Worker to engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A registered LoRA adapter: where its file is and what it holds.
+
+    Args:
+        name: the name requests use.
+        path: the safetensors file.
+        digest: SHA-256 of the file, hex; the adapter's identity together with a scale.
+        default_scale: scale of requests that name none.
+    """
+
+    name: str
+    path: str
+    digest: str
+    default_scale: float = 1.0
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Adapter:
+        """Rebuild from ``dataclasses.asdict``'s dict."""
+        return cls(**wire)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterActivation:
+    """One adapter at one canonical scale: what a batch runs under."""
+
+    adapter: Adapter
+    scale: float
+
+    @property
+    def identity(self) -> tuple[str, float]:
+        """Content digest and canonical scale: equal exactly when the effect is equal."""
+        return (self.adapter.digest, self.scale)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a msgpack-able dict."""
+        return {"adapter": dataclasses.asdict(self.adapter), "scale": self.scale}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> AdapterActivation:
+        """Rebuild from ``to_wire``'s dict."""
+        return cls(Adapter.from_wire(wire["adapter"]), wire["scale"])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One batch for one worker: the requests in full, and the adapter they share."""
+
+    plan_id: int
+    requests: tuple[DiffusionRequest, ...]
+    activation: AdapterActivation | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a message for ``codec.encode``."""
+        return {
+            "type": BATCH_PLAN,
+            "plan_id": self.plan_id,
+            "requests": [request.to_wire() for request in self.requests],
+            "activation": None if self.activation is None else self.activation.to_wire(),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> BatchPlan:
+        """Rebuild from a decoded message."""
+        activation = wire["activation"]
+        return cls(
+            wire["plan_id"],
+            tuple(DiffusionRequest.from_wire(request) for request in wire["requests"]),
+            None if activation is None else AdapterActivation.from_wire(activation),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCapabilities:
+    """What a loaded pipeline can do; all that admission and the compatibility key need to know.
+
+    Attributes:
+        pipeline: class name.
+        supports_request_batch: whether several requests share one forward.
+        supports_step_execution: whether the class can be stepped.
+        batching_note: how requests are batched, or why they are not; shown in status.
+        sampling_fields: sampling parameters the pipeline takes.
+        extra_args: names allowed in ``extra_args``.
+        per_request: sampling fields and extra_args that may differ within a batch.
+        inputs: names allowed in ``multi_modal_data``.
+        required_inputs: inputs without which the pipeline can't run.
+        defaults: the pipeline's own values of sampling fields.
+        size_multiple: height and width must be multiples of this many pixels.
+        supports_lora: whether adapters can be loaded.
+        makes_video: whether the result is frames instead of images.
+    """
+
+    pipeline: str
+    supports_request_batch: bool = False
+    supports_step_execution: bool = False
+    batching_note: str = ""
+    sampling_fields: frozenset[str] = SAMPLING_FIELDS
+    extra_args: frozenset[str] = frozenset()
+    per_request: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
+    required_inputs: frozenset[str] = frozenset()
+    defaults: dict[str, Any] = field(default_factory=dict)
+    size_multiple: int = 1
+    supports_lora: bool = False
+    makes_video: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a msgpack-able dict."""
+        wire = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in wire.items()}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> PipelineCapabilities:
+        """Rebuild from ``to_wire``'s dict."""
+        sets = {f.name for f in dataclasses.fields(cls) if "frozenset" in str(f.type)}
+        return cls(**{k: frozenset(v) if k in sets else v for k, v in wire.items()})
+
+
+def outputs_message(plan_id: int, outputs: list[DiffusionOutput]) -> dict[str, Any]:
+    """Build a worker's answer to a batch plan."""
+    wire = [output.to_wire() for output in outputs]
+    return {"type": OUTPUTS, "plan_id": plan_id, "outputs": wire}

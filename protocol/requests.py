@@ -1,0 +1,375 @@
+"""What a user asks for: prompt, sampling parameters, adapter; checked when they are built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from omni_engine.protocol import fields
+from omni_engine.protocol.errors import InvalidRequestError
+from omni_engine.protocol.fields import FieldRule, describe, refuse_unknown
+from omni_engine.protocol.tensors import TensorData
+
+MAX_SEED = 2**63 - 1
+MAX_REQUEST_ID_CHARS = 200
+SCALE_DIGITS = 4
+
+OUTPUT_TYPES = ("np", "latent")
+
+
+def canonical_scale(scale: float) -> float:
+    """Round a LoRA scale to the one precision used in keys, identities and activation."""
+    return round(float(scale), SCALE_DIGITS) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Names a registered adapter and how strongly to apply it.
+
+    Args:
+        name: the name it was registered by; never a path.
+        scale: a finite strength, rounded to 4 digits; 0 means no adapter, None the adapter's default.
+
+    Raises:
+        InvalidRequestError: if name or scale are not acceptable.
+    """
+
+    name: str
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidRequestError(
+                "an adapter is named by a string", field="lora_request.name",
+                value=describe(self.name), expected="a registered adapter's name",
+            )  # fmt: skip
+        if self.scale is not None:
+            scale = fields.number(-100, 100).apply("lora_request.scale", self.scale)
+            object.__setattr__(self, "scale", canonical_scale(scale))
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a msgpack-able dict."""
+        return {"name": self.name, "scale": self.scale}
+
+
+def _lora_request(value: object) -> LoRARequest:
+    if isinstance(value, LoRARequest):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    refuse_unknown(value, frozenset({"name", "scale"}), "lora_request")
+    if "name" not in value:
+        raise InvalidRequestError(
+            "an adapter needs a name", field="lora_request.name", expected="a registered name"
+        )
+    return LoRARequest(value["name"], value.get("scale"))
+
+
+_RULES: dict[str, FieldRule] = {
+    "height": fields.integer(1, 2**31 - 1),
+    "width": fields.integer(1, 2**31 - 1),
+    "num_frames": fields.integer(1, 2**31 - 1),
+    "fps": fields.number(0.001, 1000),
+    "num_inference_steps": fields.integer(1, 2**31 - 1),
+    "guidance_scale": fields.number(-1000, 1000),
+    "guidance_scale_2": fields.number(-1000, 1000),
+    "true_cfg_scale": fields.number(-1000, 1000),
+    "negative_prompt": fields.text(),
+    "seed": fields.integer(0, MAX_SEED),
+    "num_outputs_per_prompt": fields.integer(1, 2**31 - 1),
+    "strength": fields.number(0, 1),
+    "sigmas": fields.number_list(0, math.inf, 10_000),
+    "eta": fields.number(0),
+    "max_sequence_length": fields.integer(1, 2**31 - 1),
+    "output_type": fields.one_of(*OUTPUT_TYPES),
+    "lora_request": FieldRule(_lora_request, "a LoRARequest or a dict with 'name' and 'scale'"),
+    "extra_args": fields.plain_mapping(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OmniDiffusionSamplingParams:
+    """How to make a picture or video. A field left at None takes the stage's or model's default.
+
+    Args:
+        height: pixels, a multiple of what the model needs.
+        width: pixels, a multiple of what the model needs.
+        num_frames: frames of a video.
+        fps: frames per second of a video.
+        num_inference_steps: denoising steps, >= 1.
+        guidance_scale: the pipeline's ``guidance_scale``.
+        guidance_scale_2: guidance of a second denoiser (Wan 2.2).
+        true_cfg_scale: classifier-free guidance of guidance-distilled pipelines (Qwen-Image, Flux).
+        negative_prompt: what to steer away from.
+        seed: 0 to 2**63 - 1; drawn by the engine when None and reported in the output.
+        num_outputs_per_prompt: pictures to make; picture i uses seed + i.
+        strength: 0 to 1, how far an input image is changed.
+        sigmas: noise levels instead of a number of steps.
+        eta: DDIM's eta, >= 0.
+        max_sequence_length: longest prompt in tokens.
+        output_type: "np" (uint8 arrays, the default) or "latent".
+        lora_request: the adapter to apply.
+        extra_args: further arguments of the pipeline's call, checked against its signature.
+
+    Raises:
+        InvalidRequestError: if a value is of the wrong type or out of range.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    true_cfg_scale: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    num_outputs_per_prompt: int | None = None
+    strength: float | None = None
+    sigmas: tuple[float, ...] | None = None
+    eta: float | None = None
+    max_sequence_length: int | None = None
+    output_type: str | None = None
+    lora_request: LoRARequest | None = None
+    extra_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, rule.apply(name, value))
+        if self.extra_args is None:
+            object.__setattr__(self, "extra_args", {})
+
+    @classmethod
+    def from_mapping(cls, given: object, where: str = "sampling_params") -> OmniDiffusionSamplingParams:
+        """Build from a plain dict, refusing unknown names.
+
+        Raises:
+            UnknownFieldError: for an unknown name, with the nearest valid one.
+            InvalidRequestError: for a wrong type or range.
+        """
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(
+                "sampling parameters must be a mapping", field=where, value=describe(given),
+                expected="a dict of field names to values",
+            )  # fmt: skip
+        refuse_unknown(given, SAMPLING_FIELDS, where)
+        return cls(**given)
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were set, by name."""
+        named = ((name, getattr(self, name)) for name in SAMPLING_FIELD_ORDER)
+        return {name: value for name, value in named if value is not None and value != {}}
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> OmniDiffusionSamplingParams:
+        """Return a copy in which fields left open take the value of ``defaults``.
+
+        ``extra_args`` are merged entry by entry.
+        """
+        merged = {**defaults, **self.given()}
+        merged["extra_args"] = {**(defaults.get("extra_args") or {}), **self.extra_args}
+        return OmniDiffusionSamplingParams(**merged)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a msgpack-able dict of the fields that were set."""
+        wire = self.given()
+        if self.lora_request is not None:
+            wire["lora_request"] = self.lora_request.to_wire()
+        if self.sigmas is not None:
+            wire["sigmas"] = list(self.sigmas)
+        return wire
+
+
+SAMPLING_FIELD_ORDER = tuple(f.name for f in dataclasses.fields(OmniDiffusionSamplingParams))
+SAMPLING_FIELDS = frozenset(SAMPLING_FIELD_ORDER)
+_PROMPT_FIELDS = frozenset({"prompt", "negative_prompt", "multi_modal_data"})
+_MODALITIES = frozenset({"image", "mask_image", "control_image"})
+_REQUEST_FIELDS = frozenset(
+    {"request_id", "model", "prompt", "multi_modal_data", "sampling_params", "detached"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionRequest:
+    """One request: one prompt, its inputs, its sampling parameters.
+
+    Args:
+        request_id: unique among the engine's live requests.
+        prompt: the text; not blank.
+        multi_modal_data: input pictures by name ("image", "mask_image", "control_image"): uint8
+            arrays of shape (height, width, 3) or (height, width), or lists of them.
+        sampling_params: see ``OmniDiffusionSamplingParams``.
+        model: a served model's name; None picks the engine's first.
+        detached: keep running when the client goes away.
+    """
+
+    request_id: str
+    prompt: str
+    sampling_params: OmniDiffusionSamplingParams
+    multi_modal_data: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    detached: bool = False
+
+    @property
+    def seed(self) -> int:
+        """The seed of picture 0; drawn at admission when the user gave none."""
+        if self.sampling_params.seed is None:
+            raise ValueError("the seed is drawn at admission")
+        return self.sampling_params.seed
+
+    @property
+    def num_outputs(self) -> int:
+        """Pictures this request makes."""
+        return self.sampling_params.num_outputs_per_prompt or 1
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a dict of plain values and arrays, ready for the codec."""
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "prompt": self.prompt,
+            "multi_modal_data": self.multi_modal_data,
+            "sampling_params": self.sampling_params.to_wire(),
+            "detached": self.detached,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: object) -> DiffusionRequest:
+        """Check and build a request from a decoded message.
+
+        Raises:
+            InvalidRequestError: naming the offending field.
+        """
+        if not isinstance(wire, Mapping):
+            raise InvalidRequestError("a request must be a map", field="requests",
+                                      value=describe(wire), expected="a map of fields")  # fmt: skip
+        refuse_unknown(wire, _REQUEST_FIELDS, "")
+        return build_request(
+            wire.get("prompt"),
+            OmniDiffusionSamplingParams.from_mapping(wire.get("sampling_params") or {}),
+            request_id=wire.get("request_id"),
+            model=wire.get("model"),
+            detached=wire.get("detached", False),
+            multi_modal_data=wire.get("multi_modal_data") or {},
+        )
+
+
+def new_request_id() -> str:
+    """Return a fresh random request id."""
+    return f"req-{uuid.uuid4().hex[:16]}"
+
+
+def build_request(
+    prompt: object,
+    sampling_params: OmniDiffusionSamplingParams | None = None,
+    *,
+    request_id: object = None,
+    model: object = None,
+    detached: object = False,
+    multi_modal_data: object = None,
+) -> DiffusionRequest:
+    """Build a checked request from what a user passes as a prompt.
+
+    Args:
+        prompt: a string, or a dict with "prompt" and optionally "negative_prompt" and
+            "multi_modal_data".
+        sampling_params: see ``OmniDiffusionSamplingParams``; a prompt's own "negative_prompt" wins.
+        request_id: 1 to 200 printable characters; drawn when None.
+        model: a served model's name, or None.
+        detached: keep running when the client goes away.
+        multi_modal_data: input pictures by name; see ``DiffusionRequest``.
+
+    Raises:
+        InvalidRequestError: naming the offending field.
+    """
+    params = sampling_params if sampling_params is not None else OmniDiffusionSamplingParams()
+    if isinstance(prompt, Mapping):
+        refuse_unknown(prompt, _PROMPT_FIELDS, "prompt")
+        if prompt.get("negative_prompt") is not None:
+            params = dataclasses.replace(params, negative_prompt=prompt["negative_prompt"])
+        multi_modal_data = prompt.get("multi_modal_data") or multi_modal_data
+        prompt = prompt.get("prompt")
+    if detached is not True and detached is not False:
+        raise InvalidRequestError("detached is a flag", field="detached", value=describe(detached),
+                                  expected="true or false")  # fmt: skip
+    return DiffusionRequest(
+        request_id=_checked_id(request_id),
+        prompt=_checked_prompt(prompt),
+        sampling_params=params,
+        multi_modal_data=_checked_inputs(multi_modal_data or {}),
+        model=None if model is None else fields.text().apply("model", model),
+        detached=detached,
+    )
+
+
+def _checked_id(request_id: object) -> str:
+    if request_id is None:
+        return new_request_id()
+    if (
+        isinstance(request_id, str)
+        and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+        and request_id.isprintable()
+    ):
+        return request_id
+    raise InvalidRequestError(
+        "request_id is not acceptable", field="request_id", value=describe(request_id),
+        expected=f"1 to {MAX_REQUEST_ID_CHARS} printable characters",
+    )  # fmt: skip
+
+
+def _checked_prompt(prompt: object) -> str:
+    if isinstance(prompt, list | tuple):
+        raise InvalidRequestError(
+            "one request holds one prompt", field="prompt", value=f"a list of {len(prompt)}",
+            expected="a string or one dict",
+            hint="Submit several requests instead: generate([...]) makes each item its own.",
+        )  # fmt: skip
+    if prompt is None:
+        raise InvalidRequestError("the prompt is missing", field="prompt", expected="a string")
+    checked: str = fields.text().apply("prompt", prompt)
+    if not checked.strip():
+        raise InvalidRequestError(
+            "the prompt is empty", field="prompt", value=repr(checked),
+            expected="text with at least one visible character",
+        )  # fmt: skip
+    return checked
+
+
+def _checked_inputs(inputs: object) -> dict[str, Any]:
+    if not isinstance(inputs, Mapping):
+        raise InvalidRequestError(
+            "multi_modal_data must be a map", field="multi_modal_data", value=describe(inputs),
+            expected="a map of input names to pictures",
+        )  # fmt: skip
+    refuse_unknown(inputs, _MODALITIES, "multi_modal_data")
+    return {name: _checked_pictures(f"multi_modal_data.{name}", v) for name, v in inputs.items()}
+
+
+def _checked_pictures(where: str, value: object) -> Any:
+    if isinstance(value, list | tuple) and value:
+        return [_checked_picture(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    return _checked_picture(where, value)
+
+
+def _checked_picture(where: str, value: object) -> np.ndarray[Any, Any]:
+    if isinstance(value, TensorData):
+        value = value.to_numpy()
+    if (
+        isinstance(value, np.ndarray)
+        and value.dtype == np.uint8
+        and value.size
+        and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] == 3))
+    ):
+        return value
+    raise InvalidRequestError(
+        "an input picture is not acceptable", field=where, value=describe(value),
+        expected="a uint8 array of shape (height, width, 3) or (height, width)",
+    )  # fmt: skip
