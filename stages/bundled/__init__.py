@@ -1,4 +1,4 @@
-"""The embedded default model: a small Qwen-Image pipeline that draws coloured shapes from sentences."""
+"""The bundled default model: a small Qwen-Image pipeline that draws coloured shapes."""
 
 from __future__ import annotations
 
