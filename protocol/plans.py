@@ -13,10 +13,44 @@ from omni_engine.protocol.requests import SAMPLING_FIELDS, DiffusionRequest
 BATCH_PLAN, ABORT, STOP = "batch_plan", "abort", "stop"
 """Engine to worker."""
 
-DESCRIBED, READY, OUTPUTS, HEARTBEAT, FAULT = (
-    "described", "ready", "outputs", "heartbeat", "fault",
-)  # fmt: skip
+READY, OUTPUTS, HEARTBEAT, FAULT = "ready", "outputs", "heartbeat", "fault"
 """Worker to engine."""
+
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything a worker process needs to start; sent over its standard input.
+
+    Args:
+        worker_id: unique within the engine.
+        endpoint: where the engine listens for workers.
+        engine_args: the stage's ``engine_args`` as plain values.
+        model: resolved local folder or hub id.
+        device: torch device string as this process sees it.
+        threads: torch threads; None leaves torch's default.
+        adapters: registered adapters, checked at load.
+    """
+
+    worker_id: str
+    endpoint: str
+    engine_args: dict[str, Any]
+    model: str
+    device: str
+    threads: int | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a msgpack-able dict."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> WorkerSpec:
+        """Rebuild from ``to_wire``'s dict."""
+        adapters = tuple(Adapter.from_wire(adapter) for adapter in wire["adapters"])
+        return cls(**{**wire, "adapters": adapters})
 
 
 @dataclass(frozen=True, slots=True)

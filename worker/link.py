@@ -1,0 +1,109 @@
+"""The worker's I/O thread: its only socket, its heartbeat, its watch over the engine's life.
+
+A long forward in the main thread delays neither a heartbeat nor an abort. When the engine goes away
+(standard input reaches its end) the process exits at once, whatever the main thread is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from omni_engine.protocol import codec, plans
+from omni_engine.worker.abort import AbortFlags
+
+_STDIN = 0
+_OUTBOX = "inproc://outbox"
+
+
+class EngineLink(threading.Thread):
+    """Connects the worker's main thread with the engine.
+
+    Args:
+        endpoint: the engine's socket for workers.
+        worker_id: this worker's identity on it.
+        aborts: told about aborted requests as soon as the message arrives.
+    """
+
+    def __init__(self, endpoint: str, worker_id: str, aborts: AbortFlags) -> None:
+        super().__init__(name="engine-link", daemon=True)
+        self._aborts = aborts
+        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._last_progress = time.monotonic()
+        self._context = zmq.Context()
+        self._engine = self._context.socket(zmq.DEALER)
+        self._engine.setsockopt(zmq.IDENTITY, worker_id.encode())
+        self._engine.setsockopt(zmq.LINGER, 2000)
+        self._engine.connect(endpoint)
+        self._outbox_in = self._context.socket(zmq.PULL)
+        self._outbox_in.bind(_OUTBOX)
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.setsockopt(zmq.LINGER, 0)
+        self._outbox.connect(_OUTBOX)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the engine; called from the main thread only."""
+        self._last_progress = time.monotonic()
+        self._outbox.send_multipart(codec.encode(message), copy=False)
+
+    def receive(self) -> dict[str, Any] | None:
+        """Wait for the next plan; None once the engine asked to stop."""
+        return self._inbox.get()
+
+    def close(self) -> None:
+        """Deliver what is queued and end the thread; called from the main thread only."""
+        self._outbox.send(b"")
+        self.join(timeout=5)
+        self._outbox.close()
+        self._context.destroy(linger=2000)
+
+    def run(self) -> None:
+        """Pump messages until ``close``."""
+        poller = zmq.Poller()
+        for source in (self._engine, self._outbox_in, _STDIN):
+            poller.register(source, zmq.POLLIN)
+        next_beat = 0.0
+        while True:
+            ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
+            if _STDIN in ready and not os.read(_STDIN, 4096):
+                os._exit(0)
+            if self._engine in ready:
+                self._read_engine()
+            if self._outbox_in in ready and not self._forward_outbox():
+                break
+            if time.monotonic() >= next_beat:
+                self._beat()
+                next_beat = time.monotonic() + plans.HEARTBEAT_INTERVAL_S
+        self._engine.close()
+        self._outbox_in.close()
+
+    def _read_engine(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._engine.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = codec.decode(frames)
+                if message["type"] == plans.ABORT:
+                    self._aborts.set(message["request_ids"])
+                elif message["type"] == plans.STOP:
+                    self._inbox.put(None)
+                else:
+                    self._inbox.put(message)
+
+    def _forward_outbox(self) -> bool:
+        frames = self._outbox_in.recv_multipart(copy=False)
+        if len(frames) == 1 and not frames[0].bytes:
+            return False
+        self._engine.send_multipart(frames, copy=False)
+        return True
+
+    def _beat(self) -> None:
+        idle_ms = (time.monotonic() - self._last_progress) * 1000
+        self._engine.send_multipart(
+            codec.encode({"type": plans.HEARTBEAT, "since_progress_ms": idle_ms})
+        )

@@ -1,0 +1,132 @@
+"""A worker process: one device, one pipeline; ``python -m omni_engine.worker.process``.
+
+The engine writes a length-prefixed ``WorkerSpec`` to standard input and keeps the pipe open: its end
+tells the worker that the engine is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import struct
+import sys
+import time
+from typing import Any
+
+import msgpack
+
+from omni_engine.protocol import plans
+from omni_engine.protocol.errors import ModelLoadError, OmniError
+from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
+from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.link import EngineLink
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run a worker until the engine stops it or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
+    spec = WorkerSpec.from_wire(_read_spec())
+    logging.basicConfig(
+        level=os.environ.get("OMNI_ENGINE_LOG_LEVEL", "INFO"), stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {spec.worker_id} %(name)s: %(message)s",
+    )  # fmt: skip
+    aborts = AbortFlags()
+    link = EngineLink(spec.endpoint, spec.worker_id, aborts)
+    link.start()
+    try:
+        runner = _load(spec, link, aborts)
+        while (message := link.receive()) is not None:
+            plan = BatchPlan.from_wire(message)
+            link.send(plans.outputs_message(plan.plan_id, runner.run(plan)))
+    except OmniError as error:
+        link.send({"type": plans.FAULT, "error": error.to_wire()})
+        return 1
+    finally:
+        link.close()
+    return 0
+
+
+def _read_spec() -> dict[str, Any]:
+    (size,) = struct.unpack("!I", _read_exactly(4))
+    spec: dict[str, Any] = msgpack.unpackb(_read_exactly(size))
+    return spec
+
+
+def _read_exactly(size: int) -> bytes:
+    """Read from the raw descriptor: the I/O thread polls it later, so nothing may be buffered."""
+    data = b""
+    while len(data) < size:
+        chunk = os.read(0, size - len(data))
+        if not chunk:
+            sys.exit(0)
+        data += chunk
+    return data
+
+
+def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
+    """Load the pipeline and report ready; returns the runner."""
+    started = time.perf_counter()
+    try:
+        import torch
+
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        runner, ready = _build(spec, aborts)
+    except OmniError:
+        raise
+    except Exception as error:  # boundary: the process; whatever loading raises, the engine is told
+        logger.exception("loading failed")
+        raise ModelLoadError(f"loading failed: {type(error).__name__}: {error}",
+                             field="model", value=spec.model) from None  # fmt: skip
+    load_ms = (time.perf_counter() - started) * 1000
+    logger.info("ready in %.1f s", load_ms / 1000)
+    link.send({"type": plans.READY, "load_ms": load_ms, **ready})
+    return runner
+
+
+def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
+    import diffusers
+
+    from omni_engine.worker.diffusers_adapter import DiffusersRequestPipeline
+    from omni_engine.worker.loading import load_pipeline, parameter_bytes
+    from omni_engine.worker.lora import AdapterManager
+    from omni_engine.worker.request_runner import RequestRunner
+
+    pipe = load_pipeline(spec)
+    if isinstance(pipe, diffusers.DiffusionPipeline) and not hasattr(pipe, "forward"):
+        pipeline: Any = DiffusersRequestPipeline(pipe, aborts)
+        capabilities = pipeline.capabilities()
+    else:
+        pipeline, capabilities = pipe, declared_capabilities(pipe)
+    adapters = None
+    broken: dict[str, OmniError] = {}
+    if capabilities.supports_lora:
+        adapters = AdapterManager(pipe, spec.engine_args["max_loras"])
+        broken = adapters.check(spec.adapters)
+    ready = {
+        "capabilities": capabilities.to_wire(),
+        "parameter_bytes": parameter_bytes(pipe),
+        "broken_adapters": {name: error.to_wire() for name, error in broken.items()},
+    }
+    return RequestRunner(pipeline, adapters, aborts, spec.worker_id), ready
+
+
+def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
+    """Read a hand-written pipeline's capabilities from attributes of the same names."""
+    names = PipelineCapabilities.__dataclass_fields__
+    found = {name: getattr(pipeline, name) for name in names if hasattr(pipeline, name)}
+    found = {k: frozenset(v) if isinstance(v, set | list | tuple) else v for k, v in found.items()}
+    batched = bool(found.get("supports_request_batch", False))
+    note = "the pipeline's own forward(batch)" if batched else (
+        "request by request: the pipeline does not declare supports_request_batch"
+    )  # fmt: skip
+    defaults = {"pipeline": type(pipeline).__name__, "batching_note": note,
+                "supports_lora": hasattr(pipeline, "load_lora_weights")}  # fmt: skip
+    return PipelineCapabilities(**{**defaults, **found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

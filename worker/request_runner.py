@@ -1,0 +1,97 @@
+"""Runs one batch plan: activates its adapter, runs the batch, answers for every request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
+from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
+from omni_engine.protocol.plans import BatchPlan
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
+from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.lora import AdapterManager
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRunner:
+    """Runs batch plans on a pipeline that fulfils the request-batch contract.
+
+    Args:
+        pipeline: has ``forward(batch)``; its ``supports_request_batch`` decides the batch size.
+        adapters: None for a pipeline without LoRA support.
+        aborts: requests aborted meanwhile.
+        worker_id: reported in each output.
+    """
+
+    def __init__(
+        self, pipeline: Any, adapters: AdapterManager | None, aborts: AbortFlags, worker_id: str
+    ) -> None:
+        self._pipeline = pipeline
+        self._batched = bool(getattr(pipeline, "supports_request_batch", False))
+        self._adapters = adapters
+        self._aborts = aborts
+        self._worker_id = worker_id
+
+    def run(self, plan: BatchPlan) -> list[DiffusionOutput]:
+        """Run a plan; return exactly one output per request, in order, and never raise."""
+        try:
+            applied = self._activate(plan)
+        except OmniError as error:
+            return [self._failed(request, error) for request in plan.requests]
+        size = len(plan.requests) if self._batched else 1
+        outputs: list[DiffusionOutput] = []
+        for start in range(0, len(plan.requests), size):
+            outputs += self._run_members(plan.requests[start : start + size])
+        for output in outputs:
+            output.applied_loras = applied
+        self._aborts.clear(request.request_id for request in plan.requests)
+        return outputs
+
+    def _activate(self, plan: BatchPlan) -> list[AppliedLoRA]:
+        if self._adapters is None:
+            return []
+        return self._adapters.activate(plan.activation)
+
+    def _run_members(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
+        """Run requests together; if that fails, one by one, so that only the culprit fails."""
+        if len(members) == 1:
+            return [self._run_alone(members[0])]
+        try:
+            return self._forward(members)
+        except Exception as error:  # boundary: one batch
+            logger.warning("a batch of %d failed (%s: %s); its members are run alone",
+                           len(members), type(error).__name__, error)  # fmt: skip
+        return [self._run_alone(member) for member in members]
+
+    def _run_alone(self, request: DiffusionRequest) -> DiffusionOutput:
+        if self._aborts.is_set(request.request_id):
+            return self._failed(request, RequestAbortedError("the request was aborted"))
+        try:
+            return self._forward((request,))[0]
+        except OmniError as error:
+            return self._failed(request, error)
+        except Exception as error:  # boundary: one request
+            logger.exception("request %s failed in the pipeline", request.request_id)
+            message = f"the pipeline failed: {type(error).__name__}: {error}"
+            return self._failed(request, ModelError(message))
+
+    def _forward(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
+        batch = DiffusionRequestBatch(members)
+        started = time.perf_counter()
+        outputs = check_results(batch, self._pipeline.forward(batch))
+        run_ms = (time.perf_counter() - started) * 1000
+        for request, output in zip(members, outputs, strict=True):
+            metrics = output.metrics
+            metrics.run_ms, metrics.worker = run_ms, self._worker_id
+            metrics.mean_batch_size = metrics.max_batch_size = len(members)
+            output.seed = request.seed if output.seed is None else output.seed
+        return outputs
+
+    def _failed(self, request: DiffusionRequest, error: OmniError) -> DiffusionOutput:
+        output = DiffusionOutput.failed(request.request_id, error, request.seed)
+        output.metrics.worker = self._worker_id
+        return output

@@ -1,0 +1,94 @@
+"""Reads a diffusers pipeline's signature: which parameters it takes, with which defaults."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from omni_engine.protocol.plans import PipelineCapabilities
+from omni_engine.protocol.requests import SAMPLING_FIELDS
+
+_ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
+"""Sampling fields that the engine serves for every pipeline."""
+
+_SET_BY_ENGINE = frozenset({
+    "self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt",
+    "num_videos_per_prompt", "callback_on_step_end", "callback_on_step_end_tensor_inputs",
+    "callback", "callback_steps", "image", "mask_image", "control_image", "latents", "eta",
+    "args", "kwargs", "timesteps",
+})  # fmt: skip
+"""Call parameters that can't be given through ``extra_args``."""
+
+_PER_REQUEST = frozenset({"seed", "num_outputs_per_prompt", "negative_prompt"})
+_INPUTS = ("image", "mask_image", "control_image")
+
+
+def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
+    """Describe a loaded diffusers pipeline.
+
+    Args:
+        pipe: the pipeline.
+        list_call: whether batches run as one list call.
+    """
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    fields = (SAMPLING_FIELDS & set(parameters)) | _ENGINE_FIELDS
+    if hasattr(pipe, "load_lora_weights"):
+        fields |= {"lora_request"}
+    if _ignores_guidance_scale(pipe, fields):
+        fields -= {"guidance_scale"}
+    inputs = [name for name in _INPUTS if name in parameters]
+    required = [n for n in inputs if parameters[n].default is inspect.Parameter.empty]
+    return PipelineCapabilities(
+        pipeline=type(pipe).__name__,
+        supports_request_batch=list_call,
+        batching_note="one list call per batch (this family is exact that way)" if list_call
+        else "request by request: no exact batched call is known for this pipeline class",
+        sampling_fields=frozenset(fields),
+        extra_args=frozenset(parameters) - SAMPLING_FIELDS - _SET_BY_ENGINE,
+        per_request=_PER_REQUEST,
+        inputs=frozenset(inputs),
+        required_inputs=frozenset(required),
+        defaults=_defaults(pipe, parameters, fields),
+        size_multiple=size_multiple(pipe),
+        supports_lora="lora_request" in fields,
+        makes_video="num_frames" in parameters,
+    )  # fmt: skip
+
+
+def size_multiple(pipe: Any) -> int:
+    """Return what height and width must be a multiple of, in pixels; 1 when nothing is known."""
+    for name in ("image_processor", "video_processor"):
+        config = getattr(getattr(pipe, name, None), "config", None)
+        if config is not None and getattr(config, "vae_scale_factor", None):
+            return int(config.vae_scale_factor)
+    return 1
+
+
+def _ignores_guidance_scale(pipe: Any, fields: frozenset[str] | set[str]) -> bool:
+    """Pipelines with true_cfg_scale use guidance_scale only if the model was distilled with it."""
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    return "true_cfg_scale" in fields and getattr(config, "guidance_embeds", True) is False
+
+
+def _defaults(pipe: Any, parameters: Any, fields: frozenset[str] | set[str]) -> dict[str, Any]:
+    """Return the pipeline's own defaults of the sampling fields it takes."""
+    found = {
+        name: parameters[name].default
+        for name in fields & set(parameters)
+        if isinstance(parameters[name].default, int | float | str)
+    }
+    if {"height", "width"} <= fields and not {"height", "width"} <= set(found):
+        found |= _default_size(pipe)
+    found.pop("negative_prompt", None)
+    return found
+
+
+def _default_size(pipe: Any) -> dict[str, int]:
+    size = getattr(pipe, "default_sample_size", None)
+    if not isinstance(size, int):
+        denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+        size = getattr(getattr(denoiser, "config", None), "sample_size", None)
+    factor = getattr(pipe, "vae_scale_factor", None)
+    if not isinstance(size, int) or not isinstance(factor, int):
+        return {}
+    return {"height": size * factor, "width": size * factor}
