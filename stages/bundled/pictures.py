@@ -192,16 +192,27 @@ def draw(scene: Scene, rng: random.Random | None = None, style: Style = "plain")
         The picture, uint8, shape (64, 64, 3).
     """
     side = IMAGE_SIZE * _OVERSAMPLING
-    canvas = Image.new("RGB", (side, side), palette_colour(scene.background, style, ground=True))
+    ground = palette_colour(scene.background, style, ground=True)
+    canvas = Image.new("RGB", (side, side), ground)
     pen = ImageDraw.Draw(canvas)
     for placement in place(scene, rng):
         fill = palette_colour(placement.item.colour, style)
-        if style == "outline":
-            _draw_outline(pen, placement, fill)
-        else:
-            _draw_filled(pen, placement, fill, canvas.getpixel((0, 0)))
+        _draw_item(pen, placement, fill, ground, style)
     small = canvas.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
     return np.asarray(small, dtype=np.uint8)
+
+
+def coverage(placement: Placement, style: Style = "plain") -> NDArray[np.float32]:
+    """Draws one item alone, white on black.
+
+    Returns:
+        How much of each pixel the item covers: float32, shape (64, 64), range 0 to 1.
+    """
+    side = IMAGE_SIZE * _OVERSAMPLING
+    canvas = Image.new("RGB", (side, side))
+    _draw_item(ImageDraw.Draw(canvas), placement, (255, 255, 255), (0, 0, 0), style)
+    small = canvas.getchannel(0).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
+    return np.asarray(small, dtype=np.float32) / 255
 
 
 def palette_colour(name: str, style: Style = "plain", *, ground: bool = False) -> Rgb:
@@ -273,15 +284,14 @@ def _on_canvas(
     ]
 
 
-def _draw_filled(pen: ImageDraw.ImageDraw, placement: Placement, fill: Rgb, ground: object) -> None:
-    body, *holes = contours(placement.item.shape)
-    pen.polygon(_on_canvas(placement, body), fill=fill)
-    for hole in holes:
-        pen.polygon(_on_canvas(placement, hole), fill=ground)
-
-
-def _draw_outline(pen: ImageDraw.ImageDraw, placement: Placement, fill: Rgb) -> None:
-    width = round(OUTLINE_WIDTH * _OVERSAMPLING)
-    for contour in contours(placement.item.shape):
-        points = _on_canvas(placement, contour)
-        pen.line([*points, *points[:2]], fill=fill, width=width, joint="curve")
+def _draw_item(
+    pen: ImageDraw.ImageDraw, placement: Placement, fill: Rgb, ground: Rgb, style: Style
+) -> None:
+    lines = [_on_canvas(placement, contour) for contour in contours(placement.item.shape)]
+    if style == "outline":
+        width = round(OUTLINE_WIDTH * _OVERSAMPLING)
+        for points in lines:
+            pen.line([*points, *points[:2]], fill=fill, width=width, joint="curve")
+        return
+    for points, colour in zip(lines, (fill, ground), strict=False):
+        pen.polygon(points, fill=colour)
