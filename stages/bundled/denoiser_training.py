@@ -117,13 +117,13 @@ def train_denoiser(
     )
     state = TrainingState({"trained": networks, "average": average}, optimizer, checkpoint)
     state.restore()
-    captions = _tokenize_variants(tokenizer, data.captions)
+    captions = tokenize_variants(tokenizer, data.captions)
     progress = Progress("model", state.step, steps)
     while state.step < steps:
         state.set_rate(learning_rate(state.step, steps, _PEAK_RATE, _WARM_UP, floor=0.03))
         generator = step_generator(_SEED, state.step)
         rows = torch.randint(len(data.captions), (batch_size,), generator=generator)
-        chosen = captions.rows(_choose_variants(rows, len(data.captions), generator))
+        chosen = captions.rows(choose_variants(rows, len(data.captions), generator))
         states, mask = text_states(networks["text_encoder"], chosen)
         loss = flow_loss(networks["transformer"], states, mask, data.latents[rows], generator)
         optimizer.zero_grad(set_to_none=True)
@@ -138,13 +138,14 @@ def train_denoiser(
     return average["text_encoder"], average["transformer"]
 
 
-def _tokenize_variants(tokenizer: Any, sentences: list[str]) -> TokenizedCaptions:
+def tokenize_variants(tokenizer: Any, sentences: list[str]) -> TokenizedCaptions:
     """Tokenizes each sentence, then each with "a" for "an", then the empty prompt " "."""
     misspelt = [" ".join("a" if w == "an" else w for w in s.split(" ")) for s in sentences]
     return tokenize(tokenizer, [*sentences, *misspelt, " "])
 
 
-def _choose_variants(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def choose_variants(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Picks, for each of the rows, one of its variants in `tokenize_variants`' order."""
     draw = torch.rand(len(rows), generator=generator)
     misspelt = draw >= 1 - _MISSPELT_SHARE
     chosen = torch.where(misspelt, rows + count, rows)

@@ -41,3 +41,5 @@ def export_pipeline(
     pipeline.save_pretrained(folder)
     # Nothing is generated from the text encoder, and its defaults need no file.
     (folder / "text_encoder" / "generation_config.json").unlink(missing_ok=True)
+    for weights in folder.glob("*/*.safetensors"):
+        weights.chmod(0o644)

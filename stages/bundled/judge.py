@@ -182,7 +182,7 @@ def _named_shapes(scene: Scene) -> list[str]:
 
 
 def _shapes(scene: Scene, picture: Picture, regions: list[Mask], style: Style) -> list[str]:
-    """Names each region's shape: the one whose drawn template is most alike ("" where there is none)."""
+    """Names each region's shape by the template most alike; "" where nothing is covered."""
     radii = [placement.radius for placement in pictures.place(scene)]
     return [
         _most_alike(_item_coverage(picture, region), radius, style)
