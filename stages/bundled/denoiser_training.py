@@ -127,7 +127,7 @@ def train_denoiser(
         states, mask = text_states(networks["text_encoder"], chosen)
         loss = flow_loss(networks["transformer"], states, mask, data.latents[rows], generator)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
         state.step += 1
@@ -156,5 +156,6 @@ def choose_variants(rows: Tensor, count: int, generator: torch.Generator) -> Ten
 def _average(average: nn.Module, networks: nn.Module, step: int) -> None:
     # Early on a shorter memory, so that the average does not carry the initialization along.
     decay = min(_EMA, step / (step + 10))
-    targets = list(average.parameters())
-    torch._foreach_lerp_(targets, list(networks.parameters()), 1 - decay)
+    averages: list[Tensor] = list(average.parameters())
+    latest: list[Tensor] = list(networks.parameters())
+    torch._foreach_lerp_(averages, latest, 1 - decay)

@@ -27,7 +27,7 @@ _FOREGROUND_SHARE: Final = 0.4
 _MIN_PIXELS: Final = 20
 _COLOUR_AGREEMENT: Final = 0.6
 _PLACE_TOLERANCE: Final = 8.0
-_PAIR_ELONGATION: Final = 3.5
+_PAIR_ELONGATION: Final = 2.75
 _TEMPLATE_SCALES: Final = (0.84, 0.92, 1.0, 1.08, 1.16)
 _TEMPLATE_SHIFTS: Final = (-0.5, 0.0, 0.5)
 
@@ -68,6 +68,34 @@ def judge(scene: Scene, picture: Picture, style: Style = "plain") -> Verdict:
         places=seen and _places_agree(scene, foreground, regions),
         shapes=seen and _shapes(scene, picture, regions, style) == _named_shapes(scene),
     )
+
+
+def hollow_share(scene: Scene, picture: Picture, style: Style = "plain") -> float:
+    """Tells which share of the items has the background's colour at its middle.
+
+    Args:
+        scene: What the picture should show. Rings are hollow anyhow and are left out.
+        picture: uint8, shape (64, 64, 3).
+        style: Whose palette the picture is judged by.
+
+    Returns:
+        The share, 0 to 1; NaN where all items are rings. Missing items are not hollow.
+    """
+    lab = to_lab(picture)
+    ground = _ground(lab)
+    name, _ = _nearest(ground, "background", style)
+    near = _FOREGROUND_SHARE * _closest_colour(name, style)
+    away = np.linalg.norm(lab - ground, axis=-1)
+    found = []
+    for item, region in zip(scene.items, _regions(scene, away > near), strict=True):
+        if item.shape == "ring":
+            continue
+        hollow = False
+        if region.sum() >= _MIN_PIXELS:
+            x, y = (round(value) for value in _centroid(region))
+            hollow = bool(np.median(away[y - 1 : y + 2, x - 1 : x + 2]) <= near)
+        found.append(hollow)
+    return float(np.mean(found)) if found else float("nan")
 
 
 def to_lab(picture: Picture) -> Floats:

@@ -212,7 +212,7 @@ def coverage(placement: Placement, style: Style = "plain") -> NDArray[np.float32
     canvas = Image.new("RGB", (side, side))
     _draw_item(ImageDraw.Draw(canvas), placement, (255, 255, 255), (0, 0, 0), style)
     small = canvas.getchannel(0).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
-    return np.asarray(small, dtype=np.float32) / 255
+    return np.asarray(small, dtype=np.float32) / np.float32(255)
 
 
 def palette_colour(name: str, style: Style = "plain", *, ground: bool = False) -> Rgb:

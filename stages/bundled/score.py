@@ -15,7 +15,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from . import MODEL_DIR, pictures
-from .judge import Verdict, judge
+from .judge import hollow_share, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,8 @@ class Score:
         colours: Share with every object in its colour.
         places: Share with every object in its place.
         shapes: Share with every object of its shape.
+        hollow: Share of the objects (but rings) whose middle has the background's colour.
+        brightness: Mean pixel value over the pictures, 0 to 1.
         by_kind: Share of adherent pictures by "one object" and by relation.
         misses: The sentences of the pictures that are not adherent.
     """
@@ -49,6 +51,8 @@ class Score:
     colours: float
     places: float
     shapes: float
+    hollow: float
+    brightness: float
     by_kind: dict[str, float]
     misses: list[str]
 
@@ -102,27 +106,43 @@ def score(pipeline: Any, count: int = 100, style: pictures.Style = "plain") -> S
         count: How many sentences.
         style: The style the pictures are judged by.
     """
-    scenes = pictures.sample_scenes(count, HELD_OUT_SEED, held_out=True)
-    drawn = generate(pipeline, [pictures.caption(s) for s in scenes], range(count))
-    return summarize(scenes, [judge(s, p, style) for s, p in zip(scenes, drawn, strict=True)])
+    scenes = held_out_scenes(count)
+    drawn = generate(pipeline, [pictures.caption(scene) for scene in scenes], range(count))
+    return summarize(scenes, drawn, style)
 
 
 def score_drawn(count: int = 100, style: pictures.Style = "plain") -> Score:
     """Scores the drawing program itself on the same sentences: the judge's own error."""
-    scenes = pictures.sample_scenes(count, HELD_OUT_SEED, held_out=True)
+    scenes = held_out_scenes(count)
     rng = random.Random(HELD_OUT_SEED)
-    return summarize(scenes, [judge(s, pictures.draw(s, rng, style), style) for s in scenes])
+    return summarize(scenes, [pictures.draw(scene, rng, style) for scene in scenes], style)
 
 
-def summarize(scenes: Sequence[pictures.Scene], verdicts: Sequence[Verdict]) -> Score:
-    """Counts verdicts together."""
+def held_out_scenes(count: int) -> list[pictures.Scene]:
+    """Gives the first scenes of the fixed order in which models are scored."""
+    return pictures.sample_scenes(count, HELD_OUT_SEED, held_out=True)
+
+
+def summarize(
+    scenes: Sequence[pictures.Scene], drawn: Sequence[pictures.Picture], style: pictures.Style
+) -> Score:
+    """Judges pictures (uint8, (64, 64, 3)) of scenes and counts the verdicts together."""
+    verdicts = [judge(s, picture, style) for s, picture in zip(scenes, drawn, strict=True)]
+    hollow = [hollow_share(s, picture, style) for s, picture in zip(scenes, drawn, strict=True)]
     count = len(scenes)
     shares = {part: sum(getattr(v, part) for v in verdicts) / count for part in _PARTS}
     kinds = [scene.relation or "one object" for scene in scenes]
     passed = Counter(k for k, v in zip(kinds, verdicts, strict=True) if v.adherent)
-    by_kind = {kind: passed[kind] / total for kind, total in sorted(Counter(kinds).items())}
-    misses = [pictures.caption(s) for s, v in zip(scenes, verdicts, strict=True) if not v.adherent]
-    return Score(count=count, by_kind=by_kind, misses=misses, **shares)
+    return Score(
+        count=count,
+        hollow=float(np.nanmean(hollow)),
+        brightness=float(np.mean(np.stack(drawn)) / 255),
+        by_kind={kind: passed[kind] / total for kind, total in sorted(Counter(kinds).items())},
+        misses=[
+            pictures.caption(s) for s, v in zip(scenes, verdicts, strict=True) if not v.adherent
+        ],
+        **shares,
+    )
 
 
 def main() -> None:

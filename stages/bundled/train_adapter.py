@@ -90,7 +90,7 @@ def _fit(pipeline: Any, data: LatentSet, steps: int) -> None:
             states, mask = text_states(pipeline.text_encoder, chosen)
         loss = flow_loss(pipeline.transformer, states, mask, data.latents[rows], generator)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         progress.update(step + 1, {"loss": loss.item()})

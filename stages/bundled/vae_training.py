@@ -80,7 +80,7 @@ def _train_step(vae: Any, optimizer: torch.optim.Optimizer, step: int) -> dict[s
     output = vae.decoder(vae.post_quant_conv(latents + _LATENT_NOISE * noise))
     loss = _reconstruction_loss(output, target) + 1e-4 * latents.square().mean()
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    torch.autograd.backward(loss)
     _clip(vae)
     optimizer.step()
     return {"loss": loss.item(), "L1": (output.detach().clamp(-1, 1) - target).abs().mean().item()}
@@ -100,7 +100,7 @@ def _clip(network: Module) -> None:
 
 def _draw_batch(step: int) -> Tensor:
     rng = random.Random(_SEED * 1_000_003 + step)
-    drawn = []
+    drawn: list[pictures.Picture] = []
     while len(drawn) < _BATCH:
         scene = pictures.sample_scene(rng)
         if not pictures.is_held_out(scene):
