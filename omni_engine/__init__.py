@@ -1,1 +1,50 @@
-"""omni-engine: a serving engine for diffusion models."""
+"""omni-engine: a serving engine for diffusion models. Importing it never imports torch."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omni_engine.engine.async_client import AsyncOmniClient
+    from omni_engine.engine.client import OmniClient
+    from omni_engine.engine.omni import AsyncOmni, Omni
+    from omni_engine.protocol.errors import OmniError
+    from omni_engine.protocol.outputs import DiffusionOutput
+    from omni_engine.protocol.requests import LoRARequest, OmniDiffusionSamplingParams
+    from omni_engine.stages.contracts import DiffusionRequestBatch
+
+__version__ = version("omni-engine")
+
+__all__ = [
+    "AsyncOmni",
+    "AsyncOmniClient",
+    "DiffusionOutput",
+    "DiffusionRequestBatch",
+    "LoRARequest",
+    "Omni",
+    "OmniClient",
+    "OmniDiffusionSamplingParams",
+    "OmniError",
+]
+
+_HOMES = {
+    "AsyncOmni": "engine.omni",
+    "AsyncOmniClient": "engine.async_client",
+    "DiffusionOutput": "protocol.outputs",
+    "DiffusionRequestBatch": "stages.contracts",
+    "LoRARequest": "protocol.requests",
+    "Omni": "engine.omni",
+    "OmniClient": "engine.client",
+    "OmniDiffusionSamplingParams": "protocol.requests",
+    "OmniError": "protocol.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that the package itself imports at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -203,7 +203,9 @@ def shorten(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
 
 
-def nearest(name: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]) -> str | None:
+def nearest(
+    name: str, known: list[str] | tuple[str, ...] | set[str] | frozenset[str]
+) -> str | None:
     """Return the known name closest to ``name``, or None if none is close."""
     from difflib import get_close_matches
 

@@ -149,7 +149,9 @@ class OmniDiffusionSamplingParams:
             object.__setattr__(self, "extra_args", {})
 
     @classmethod
-    def from_mapping(cls, given: object, where: str = "sampling_params") -> OmniDiffusionSamplingParams:
+    def from_mapping(
+        cls, given: object, where: str = "sampling_params"
+    ) -> OmniDiffusionSamplingParams:
         """Build from a plain dict, refusing unknown names.
 
         Raises:

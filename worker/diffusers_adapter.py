@@ -111,7 +111,9 @@ class DiffusersRequestPipeline:
         return _unpack(self.pipe(**arguments), latent)
 
     def _step_callback(self, batch: DiffusionRequestBatch) -> Any:
-        def after_step(pipe: Any, step: int, timestep: Any, state: dict[str, Any]) -> dict[str, Any]:
+        def after_step(
+            pipe: Any, step: int, timestep: Any, state: dict[str, Any]
+        ) -> dict[str, Any]:
             self._steps += 1
             if all(self._aborts.is_set(request_id) for request_id in batch.request_ids):
                 raise RequestAbortedError("the request was aborted")
@@ -166,5 +168,3 @@ def _unpack(result: Any, latent: bool) -> list[Any]:
     if latent and isinstance(found, torch.Tensor):
         return list(found)
     return [np.asarray(item) for item in found]
-
-

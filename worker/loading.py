@@ -124,7 +124,7 @@ def _from_pretrained(cls: type[Any], spec: WorkerSpec, dtype: str) -> Any:
     try:
         return cls.from_pretrained(
             spec.model,
-            torch_dtype=getattr(torch, dtype),
+            dtype=getattr(torch, dtype),
             use_safetensors=True,
             revision=arguments["revision"],
             variant=arguments["variant"],

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run a worker until the engine stops it or goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the engine decides
     spec = WorkerSpec.from_wire(_read_spec())
     logging.basicConfig(
         level=os.environ.get("OMNI_ENGINE_LOG_LEVEL", "INFO"), stream=sys.stderr,
@@ -89,12 +91,15 @@ def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
 
 def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
     import diffusers
+    import transformers
 
     from omni_engine.worker.diffusers_adapter import DiffusersRequestPipeline
     from omni_engine.worker.loading import load_pipeline, parameter_bytes
     from omni_engine.worker.lora import AdapterManager
     from omni_engine.worker.request_runner import RequestRunner
 
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
     pipe = load_pipeline(spec)
     if isinstance(pipe, diffusers.DiffusionPipeline) and not hasattr(pipe, "forward"):
         pipeline: Any = DiffusersRequestPipeline(pipe, aborts)

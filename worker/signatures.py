@@ -44,7 +44,7 @@ def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
         batching_note="one list call per batch (this family is exact that way)" if list_call
         else "request by request: no exact batched call is known for this pipeline class",
         sampling_fields=frozenset(fields),
-        extra_args=frozenset(parameters) - SAMPLING_FIELDS - _SET_BY_ENGINE,
+        extra_args=frozenset(filter(_is_extra, parameters)),
         per_request=_PER_REQUEST,
         inputs=frozenset(inputs),
         required_inputs=frozenset(required),
@@ -64,6 +64,12 @@ def size_multiple(pipe: Any) -> int:
     return 1
 
 
+def _is_extra(name: str) -> bool:
+    """Whether a call parameter may be given through ``extra_args``; embeddings stand for prompts."""
+    set_here = SAMPLING_FIELDS | _SET_BY_ENGINE
+    return name not in set_here and not name.endswith(("_embeds", "_embeds_mask"))
+
+
 def _ignores_guidance_scale(pipe: Any, fields: frozenset[str] | set[str]) -> bool:
     """Pipelines with true_cfg_scale use guidance_scale only if the model was distilled with it."""
     config = getattr(getattr(pipe, "transformer", None), "config", None)
@@ -74,7 +80,7 @@ def _defaults(pipe: Any, parameters: Any, fields: frozenset[str] | set[str]) -> 
     """Return the pipeline's own defaults of the sampling fields it takes."""
     found = {
         name: parameters[name].default
-        for name in fields & set(parameters)
+        for name in (fields & set(parameters)) - _ENGINE_FIELDS
         if isinstance(parameters[name].default, int | float | str)
     }
     if {"height", "width"} <= fields and not {"height", "width"} <= set(found):

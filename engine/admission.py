@@ -1,0 +1,219 @@
+"""Admission: completes a request with defaults and refuses what can't run, before any worker sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omni_engine.engine.adapters import AdapterRegistry
+from omni_engine.engine.keys import RequestKey, request_key
+from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitExceededError
+from omni_engine.protocol.fields import unknown_field
+from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.requests import (
+    MAX_SEED,
+    DiffusionRequest,
+    OmniDiffusionSamplingParams,
+)
+from omni_engine.stages.config import EngineArgs, Limits
+
+_ALWAYS_ACCEPTED = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request with every default filled in, ready to be scheduled.
+
+    Attributes:
+        request: with effective parameters and a seed.
+        key: what it can share a batch with.
+        activation: the adapter it runs under.
+        rows: pictures it makes.
+        work: rows x pixels x frames.
+    """
+
+    request: DiffusionRequest
+    key: RequestKey
+    activation: AdapterActivation | None
+    rows: int
+    work: int
+
+
+class Admission:
+    """Admits requests of one stage.
+
+    Args:
+        arguments: the stage's settings.
+        limits: the engine's limits.
+        registry: the stage's adapters.
+        capabilities: what its pipeline can do, as a worker reported it.
+
+    Raises:
+        ConfigError: if the stage's default parameters don't suit the pipeline.
+    """
+
+    def __init__(
+        self,
+        arguments: EngineArgs,
+        limits: Limits,
+        registry: AdapterRegistry,
+        capabilities: PipelineCapabilities,
+    ) -> None:
+        self._arguments = arguments
+        self._limits = limits
+        self._registry = registry
+        self._capabilities = capabilities
+        self._stage_defaults = arguments.default_sampling_params.given()
+        try:
+            self._check_accepted(OmniDiffusionSamplingParams.from_mapping(self._stage_defaults))
+        except InvalidRequestError as error:
+            raise ConfigError(
+                f"default_sampling_params don't suit {capabilities.pipeline}: {error.message}",
+                field=f"default_sampling_params.{error.field}", value=error.value,
+                expected=error.expected, hint=error.hint,
+            ) from None  # fmt: skip
+
+    def admit(self, request: DiffusionRequest) -> AdmittedRequest:
+        """Check a request and fill in what it left open.
+
+        Raises:
+            InvalidRequestError: naming the offending field.
+            UnknownAdapterError: if it names an adapter that isn't registered.
+        """
+        asked = request.sampling_params
+        self._check_accepted(asked)
+        self._check_inputs(request)
+        params = self._complete(asked)
+        self._check_limits(request.prompt, params)
+        self._check_guidance(asked, params)
+        activation = self._registry.resolve(asked.lora_request)
+        complete = dataclasses.replace(request, sampling_params=params)
+        rows = complete.num_outputs
+        work = rows * (params.height or 1) * (params.width or 1) * (params.num_frames or 1)
+        self._check_capacity(rows, work)
+        key = request_key(complete, self._capabilities, activation)
+        return AdmittedRequest(complete, key, activation, rows, work)
+
+    def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
+        defaults = {**self._capabilities.defaults, **self._stage_defaults}
+        if asked.sigmas is not None:
+            _check_sigmas(asked)
+            defaults["num_inference_steps"] = len(asked.sigmas)
+        params = asked.with_defaults(defaults)
+        rows = params.num_outputs_per_prompt or 1
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbelow(2**32))
+        elif params.seed + rows - 1 > MAX_SEED:
+            raise InvalidRequestError(
+                "picture i uses seed + i, which passes the largest seed", field="seed",
+                value=params.seed, expected=f"at most {MAX_SEED} - (num_outputs_per_prompt - 1)",
+            )  # fmt: skip
+        return dataclasses.replace(params, num_outputs_per_prompt=rows, lora_request=None)
+
+    def _check_accepted(self, params: OmniDiffusionSamplingParams) -> None:
+        """Refuse what the pipeline would ignore."""
+        known = self._capabilities
+        for name in params.given():
+            if name in known.sampling_fields or name in _ALWAYS_ACCEPTED:
+                continue
+            hint = None
+            if name == "guidance_scale" and "true_cfg_scale" in known.sampling_fields:
+                hint = "This model isn't guidance-distilled; use true_cfg_scale instead."
+            raise InvalidRequestError(
+                f"{known.pipeline} takes no {name}", field=name, value=getattr(params, name),
+                expected="one of " + ", ".join(sorted(known.sampling_fields)), hint=hint,
+            )  # fmt: skip
+        for name in params.extra_args:
+            if name not in known.extra_args:
+                raise unknown_field(name, known.extra_args, "extra_args", "extra argument")
+
+    def _check_inputs(self, request: DiffusionRequest) -> None:
+        known = self._capabilities
+        for name in request.multi_modal_data:
+            if name not in known.inputs:
+                raise unknown_field(name, known.inputs, "multi_modal_data", "input")
+        for name in known.required_inputs - set(request.multi_modal_data):
+            raise InvalidRequestError(
+                f"{known.pipeline} needs an input picture", field=f"multi_modal_data.{name}",
+                expected="a uint8 array of shape (height, width, 3)",
+            )  # fmt: skip
+
+    def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:
+        limits, multiple = self._limits, self._capabilities.size_multiple
+        for field, value, most in _limited(limits, prompt, params):
+            if value is not None and value > most:
+                raise LimitExceededError(
+                    f"{field} is beyond the engine's limit", field=field, value=value,
+                    expected=f"at most {most}",
+                )  # fmt: skip
+        for field in ("height", "width"):
+            if (size := getattr(params, field)) is not None and size % multiple:
+                raise InvalidRequestError(
+                    f"{field} does not suit the model", field=field, value=size,
+                    expected=f"a multiple of {multiple}, such as {_nearest_multiple(size, multiple)}",
+                )  # fmt: skip
+
+    def _check_guidance(
+        self, asked: OmniDiffusionSamplingParams, params: OmniDiffusionSamplingParams
+    ) -> None:
+        """Refuse guidance settings that pipelines with true_cfg_scale would ignore."""
+        if "true_cfg_scale" not in self._capabilities.sampling_fields:
+            return
+        guided = (params.true_cfg_scale or 0) > 1
+        if (asked.true_cfg_scale or 0) > 1 and params.negative_prompt is None:
+            raise InvalidRequestError(
+                "true_cfg_scale has no effect without a negative prompt", field="true_cfg_scale",
+                value=asked.true_cfg_scale, expected="negative_prompt to be given as well",
+                hint='A blank one (" ") is enough.',
+            )  # fmt: skip
+        if asked.negative_prompt is not None and not guided:
+            raise InvalidRequestError(
+                "negative_prompt has no effect without guidance", field="negative_prompt",
+                value=asked.negative_prompt, expected="true_cfg_scale > 1 to be given as well",
+            )  # fmt: skip
+
+    def _check_capacity(self, rows: int, work: int) -> None:
+        arguments = self._arguments
+        if arguments.max_batch_rows is not None and rows > arguments.max_batch_rows:
+            raise LimitExceededError(
+                "the request makes more pictures than a batch may hold",
+                field="num_outputs_per_prompt", value=rows,
+                expected=f"at most {arguments.max_batch_rows} (max_batch_rows)",
+            )  # fmt: skip
+        if arguments.max_batch_work is not None and work > arguments.max_batch_work:
+            raise LimitExceededError(
+                "the request is larger than a batch may be", value=work,
+                field="num_outputs_per_prompt x height x width x num_frames",
+                expected=f"at most {arguments.max_batch_work} (max_batch_work)",
+            )  # fmt: skip
+
+
+def _check_sigmas(asked: OmniDiffusionSamplingParams) -> None:
+    steps, sigmas = asked.num_inference_steps, asked.sigmas or ()
+    if steps is not None and steps != len(sigmas):
+        raise InvalidRequestError(
+            "num_inference_steps and sigmas contradict each other", field="num_inference_steps",
+            value=steps, expected=f"{len(sigmas)}, the number of sigmas, or left out",
+        )  # fmt: skip
+
+
+def _limited(
+    limits: Limits, prompt: str, params: OmniDiffusionSamplingParams
+) -> Iterator[tuple[str, Any, int]]:
+    """Yield (field, value, largest allowed) for everything the engine bounds."""
+    height, width = params.height, params.width
+    yield "prompt (characters)", len(prompt), limits.max_prompt_chars
+    yield "negative_prompt (characters)", len(params.negative_prompt or ""), limits.max_prompt_chars
+    yield "height", height, limits.max_side
+    yield "width", width, limits.max_side
+    yield "height x width", (height or 0) * (width or 0), limits.max_pixels
+    yield "num_frames", params.num_frames, limits.max_frames
+    yield "num_inference_steps", params.num_inference_steps, limits.max_steps
+    yield "num_outputs_per_prompt", params.num_outputs_per_prompt, limits.max_outputs_per_prompt
+
+
+def _nearest_multiple(size: int, multiple: int) -> int:
+    return max(multiple, round(size / multiple) * multiple)

@@ -1,0 +1,205 @@
+"""The asynchronous client; the connection's thread does the I/O, futures cross into the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from omni_engine.engine.client import Params
+from omni_engine.engine.connection import Connection, RequestEvent, RequestHandle
+from omni_engine.engine.prompts import Prompt, build_requests
+from omni_engine.protocol import messages
+from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+
+
+class AsyncRequestHandle:
+    """A submitted request in an event loop; ``await handle.result()``, ``async for`` its events."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._handle: RequestHandle | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self._bound.request_id
+
+    @property
+    def status(self) -> str:
+        """The last status heard of."""
+        return self._bound.status
+
+    async def result(self) -> DiffusionOutput:
+        """Wait for the request's end; a failed one carries its ``error``.
+
+        Cancelling the wait aborts the request.
+        """
+        try:
+            return await asyncio.wrap_future(self._bound.future)
+        except asyncio.CancelledError:
+            self._bound.abort()
+            raise
+
+    async def events(self) -> AsyncIterator[RequestEvent]:
+        """Yield the changes of the request's life, ending with its ``finished_*`` event."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if event.status.startswith("finished"):
+                return
+
+    def abort(self) -> None:
+        """Ask the engine to end the request."""
+        self._bound.abort()
+
+    def bind(self, handle: RequestHandle) -> None:
+        """Attach the connection's handle."""
+        self._handle = handle
+
+    def notify(self, event: RequestEvent) -> None:
+        """Pass an event from the connection's thread into the loop."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    @property
+    def _bound(self) -> RequestHandle:
+        if self._handle is None:
+            raise ValueError("the handle is not bound to a request")
+        return self._handle
+
+
+class AsyncOmniClient:
+    """A client for asyncio programs.
+
+    Use it as ``async with AsyncOmniClient(endpoint) as client``.
+
+    Args:
+        endpoint: where the engine listens; None for the default endpoint.
+        connect_timeout_s: seconds within which the engine must answer.
+    """
+
+    def __init__(self, endpoint: str | None = None, *, connect_timeout_s: float = 10.0) -> None:
+        self._endpoint = endpoint
+        self._connect_timeout_s = connect_timeout_s
+        self._connected: Connection | None = None
+
+    async def connect(self) -> Self:
+        """Connect to the engine.
+
+        Raises:
+            EngineClosedError: if no engine answers.
+            ProtocolVersionError: if it speaks another protocol version.
+        """
+        if self._connected is None:
+            self._connected = await asyncio.to_thread(
+                Connection, self._endpoint, self._connect_timeout_s
+            )
+        return self
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        detached: bool = False,
+    ) -> AsyncRequestHandle:
+        """Submit one request; see ``OmniClient.submit``.
+
+        Raises:
+            InvalidRequestError: if the request is wrong in itself.
+        """
+        (request,) = build_requests(
+            [prompt], sampling_params, request_ids=[request_id], model=model, detached=detached
+        )
+        if isinstance(request, OmniError):
+            raise request
+        handle = AsyncRequestHandle()
+        handle.bind(self._connection.submit([request], handle.notify)[0])
+        return handle
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[DiffusionOutput]:
+        """Run prompts, each as a request of its own; see ``OmniClient.generate``.
+
+        Cancelling the call aborts what has not finished.
+        """
+        items: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        requests = build_requests(items, sampling_params, model=model)
+        good = [request for request in requests if not isinstance(request, OmniError)]
+        handles = self._connection.submit(good)
+        futures = [asyncio.wrap_future(handle.future) for handle in handles]
+        try:
+            if futures:
+                await asyncio.wait(futures, timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._connection.abort([handle.request_id for handle in handles if not handle.done])
+            raise
+        for handle in handles:
+            if not handle.done:
+                handle.abort()
+                handle.fail(RequestTimeoutError(f"not finished within {timeout_s:g} s"))
+        finished = iter(handles)
+        return [
+            DiffusionOutput.failed("", request)
+            if isinstance(request, OmniError)
+            else next(finished).result(0)
+            for request in requests
+        ]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests; unknown ids are ignored."""
+        self._connection.abort(request_ids)
+
+    async def status(self) -> dict[str, Any]:
+        """Return the engine's state: stages, workers, queues, counters."""
+        reply = await asyncio.wrap_future(self._connection.call_soon(messages.STATUS))
+        status: dict[str, Any] = reply["status"]
+        return status
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Return the served models: name, state, error, adapters."""
+        reply = await asyncio.wrap_future(self._connection.call_soon(messages.HELLO, client=""))
+        models: list[dict[str, Any]] = reply["models"]
+        return models
+
+    async def wait_until_ready(self) -> None:
+        """Wait until no worker is loading any more; raise the reason if a model is down."""
+        reply = await asyncio.wrap_future(self._connection.call_soon(messages.WAIT_READY))
+        for model in reply["models"]:
+            if model["state"] == "down" and model["error"] is not None:
+                raise error_from_wire(model["error"])
+
+    async def close(self) -> None:
+        """Close the connection; requests that are not detached are aborted."""
+        if self._connected is not None:
+            await asyncio.to_thread(self._connected.close)
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def _connection(self) -> Connection:
+        if self._connected is None:
+            raise ValueError("call connect() first, or use `async with`")
+        return self._connected

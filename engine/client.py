@@ -1,0 +1,165 @@
+"""The synchronous client: submit, follow, abort and query over ZeroMQ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from omni_engine.engine.connection import Connection, RequestEvent, RequestHandle
+from omni_engine.engine.prompts import Prompt, build_requests
+from omni_engine.protocol import messages
+from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+
+Params = OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None
+OnOutput = Callable[[DiffusionOutput], None]
+
+
+class OmniClient:
+    """A client of a running engine; safe to use from several threads.
+
+    Args:
+        endpoint: where the engine listens; None for the default endpoint.
+        connect_timeout_s: seconds within which the engine must answer.
+
+    Raises:
+        EngineClosedError: if no engine answers there.
+        ProtocolVersionError: if it speaks another protocol version.
+    """
+
+    def __init__(self, endpoint: str | None = None, *, connect_timeout_s: float = 10.0) -> None:
+        self._connection = Connection(endpoint, connect_timeout_s)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine listens."""
+        return self._connection.endpoint
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        detached: bool = False,
+        on_event: Callable[[RequestEvent], None] | None = None,
+    ) -> RequestHandle:
+        """Submit one request.
+
+        Args:
+            prompt: text, or a dict with "prompt", "negative_prompt", "multi_modal_data".
+            sampling_params: how to make the picture.
+            request_id: unique among live requests; drawn when None.
+            model: a served model's name; None for the engine's first.
+            detached: keep running when this client goes away.
+            on_event: called from the connection's thread on every change; must not block.
+
+        Raises:
+            InvalidRequestError: if the request is wrong in itself. What only the engine can tell
+                (unknown adapter, size) is in the result's ``error``.
+        """
+        (request,) = build_requests(
+            [prompt], sampling_params, request_ids=[request_id], model=model, detached=detached
+        )
+        if isinstance(request, OmniError):
+            raise request
+        return self._connection.submit([request], on_event)[0]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        on_output: OnOutput | None = None,
+    ) -> list[DiffusionOutput]:
+        """Run prompts, each as a request of its own, and wait for all.
+
+        Args:
+            prompts: one prompt or a list.
+            sampling_params: one for all, or a list of the same length.
+            model: a served model's name; None for the engine's first.
+            timeout_s: seconds after which unfinished requests are aborted; their outputs carry a
+                ``RequestTimeoutError``.
+            on_output: called for every request that ends, in order of completion; must not block.
+
+        Returns:
+            Outputs in the order given. A failed item carries its ``error``; the others are whole.
+
+        Raises:
+            InvalidRequestError: if the lists' lengths differ.
+        """
+        items: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        requests = build_requests(items, sampling_params, model=model)
+        good = [request for request in requests if not isinstance(request, OmniError)]
+        handles = iter(self._connection.submit(good))
+        entries = [r if isinstance(r, OmniError) else next(handles) for r in requests]
+        running = [entry for entry in entries if isinstance(entry, RequestHandle)]
+        if on_output is not None:
+            for handle in running:
+                handle.future.add_done_callback(lambda future: on_output(future.result()))
+        self._wait(running, timeout_s)
+        return [
+            DiffusionOutput.failed("", entry) if isinstance(entry, OmniError) else entry.result(0)
+            for entry in entries
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests; unknown ids are ignored."""
+        self._connection.abort(request_ids)
+
+    def status(self) -> dict[str, Any]:
+        """Return the engine's state: stages, workers, queues, counters."""
+        status: dict[str, Any] = self._connection.call(messages.STATUS)["status"]
+        return status
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the served models: name, state, error, adapters."""
+        models: list[dict[str, Any]] = self._connection.call(messages.HELLO, client="")["models"]
+        return models
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until no worker is loading any more.
+
+        Raises:
+            OmniError: the reason, if a model has no worker left.
+            RequestTimeoutError: if it takes longer than ``timeout_s`` seconds.
+        """
+        reply = self._connection.call(messages.WAIT_READY, timeout_s)
+        for model in reply["models"]:
+            if model["state"] == "down" and model["error"] is not None:
+                raise error_from_wire(model["error"])
+
+    def close(self) -> None:
+        """Close the connection; requests of this client that are not detached are aborted."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wait(self, handles: Sequence[RequestHandle], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            for handle in handles:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    handle.result(left)
+                except RequestTimeoutError as error:
+                    handle.abort()
+                    handle.fail(error)
+        except KeyboardInterrupt:
+            self.abort([handle.request_id for handle in handles if not handle.done])
+            raise

@@ -1,0 +1,376 @@
+"""A client's connection: one I/O thread with one socket, shared by the sync and the async client.
+
+Every pending call ends: with an answer, with the engine's error, or, when the engine stays silent
+for ``ENGINE_TIMEOUT_S``, with ``EngineClosedError``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from omni_engine.engine.endpoints import check_endpoint, default_endpoint
+from omni_engine.protocol import codec, messages
+from omni_engine.protocol.errors import (
+    DuplicateRequestError,
+    EngineClosedError,
+    MessageTooLargeError,
+    OmniError,
+    RequestTimeoutError,
+    error_from_wire,
+)
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import DiffusionRequest
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 3.0
+ENGINE_TIMEOUT_S = 15.0
+_BATCH_BYTES = 64 * 2**20
+_HEADER_ALLOWANCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """A change in a request's life: ``waiting``, ``running`` or ``finished_*``."""
+
+    request_id: str
+    status: str
+
+
+class RequestHandle:
+    """A submitted request: follow it, wait for it, end it.
+
+    Args:
+        request: what was submitted.
+        abort: called with the id to end it.
+        on_event: called from the connection's thread for every change; must not block.
+    """
+
+    def __init__(
+        self,
+        request: DiffusionRequest,
+        abort: Callable[[Sequence[str]], None],
+        on_event: Callable[[RequestEvent], None] | None = None,
+    ) -> None:
+        self.request_id = request.request_id
+        self.status = "submitted"
+        self.future: Future[DiffusionOutput] = Future()
+        self._seed = request.sampling_params.seed
+        self._abort = abort
+        self._on_event = on_event
+        self._events: queue.SimpleQueue[RequestEvent | None] = queue.SimpleQueue()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self.future.done()
+
+    def result(self, timeout_s: float | None = None) -> DiffusionOutput:
+        """Wait for the request's end; a failed one carries its ``error``.
+
+        Raises:
+            RequestTimeoutError: if it did not end within ``timeout_s`` seconds; it goes on.
+        """
+        try:
+            return self.future.result(timeout_s)
+        except FutureTimeoutError:
+            raise RequestTimeoutError(
+                f"request {self.request_id} did not end within {timeout_s:g} s",
+                hint="It goes on; wait again or abort it.",
+            ) from None  # fmt: skip
+
+    def events(self) -> Iterator[RequestEvent]:
+        """Yield the changes of the request's life, ending with its ``finished_*`` event."""
+        while (event := self._events.get()) is not None:
+            yield event
+
+    def abort(self) -> None:
+        """Ask the engine to end the request; its result tells ``aborted``."""
+        self._abort([self.request_id])
+
+    def note(self, status: str) -> None:
+        """Record a change; called by the connection."""
+        self.status = status
+        event = RequestEvent(self.request_id, status)
+        self._events.put(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def finish(self, output: DiffusionOutput) -> None:
+        """Record the end; called by the connection."""
+        if self.future.done():
+            return
+        kind = "aborted" if output.aborted else "error" if output.error else "completed"
+        self.future.set_result(output)
+        self.note(f"finished_{kind}")
+        self._events.put(None)
+
+    def fail(self, error: OmniError) -> None:
+        """Record that the request could not be served."""
+        self.finish(DiffusionOutput.failed(self.request_id, error, self._seed))
+
+
+class Connection:
+    """A connection to an engine.
+
+    Args:
+        endpoint: where the engine listens; None for the default endpoint.
+        connect_timeout_s: seconds within which the engine must answer.
+
+    Raises:
+        EngineClosedError: if no engine answers there.
+        ProtocolVersionError: if it speaks another version.
+    """
+
+    def __init__(self, endpoint: str | None = None, connect_timeout_s: float = 10.0) -> None:
+        self.endpoint = endpoint or default_endpoint()
+        check_endpoint(self.endpoint)
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[dict[str, Any]]] = {}
+        self._handles: dict[str, RequestHandle] = {}
+        self._outbox: collections.deque[list[Any]] = collections.deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._closing = False
+        self._last_heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="omni-client", daemon=True)
+        self._thread.start()
+        try:
+            self.welcome = self.call(messages.HELLO, connect_timeout_s, client="omni-engine-python")
+        except RequestTimeoutError:
+            self.close()
+            raise EngineClosedError(
+                f"no engine answers at {self.endpoint}", field="endpoint", value=self.endpoint,
+                hint="Start one with `omni-engine serve`, or name its endpoint.",
+            ) from None  # fmt: skip
+        except OmniError:
+            self.close()
+            raise
+
+    def call(self, kind: str, timeout_s: float | None = 30.0, **body: Any) -> dict[str, Any]:
+        """Send a message and wait for its answer.
+
+        Raises:
+            OmniError: the engine's error, ``RequestTimeoutError`` or ``EngineClosedError``.
+        """
+        future = self.call_soon(kind, **body)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            raise RequestTimeoutError(
+                f"the engine at {self.endpoint} did not answer within {timeout_s:g} s"
+            ) from None
+
+    def call_soon(self, kind: str, **body: Any) -> Future[dict[str, Any]]:
+        """Send a message; the future holds its answer or the engine's error."""
+        message_id = next(self._ids)
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            self._check_open()
+            self._calls[message_id] = future
+        self._send(messages.client_message(kind, message_id, **body))
+        return future
+
+    def submit(
+        self,
+        requests: Sequence[DiffusionRequest],
+        on_event: Callable[[RequestEvent], None] | None = None,
+    ) -> list[RequestHandle]:
+        """Submit requests; those sent together reach the scheduler together.
+
+        Returns:
+            One handle per request, in order; a refused request's handle carries the error.
+        """
+        handles = [RequestHandle(request, self.abort, on_event) for request in requests]
+        fitting: list[DiffusionRequest] = []
+        for request, handle in zip(requests, handles, strict=True):
+            if self._register(request, handle):
+                fitting.append(request)
+        for chunk in _chunks(fitting):
+            wire = [request.to_wire() for request in chunk]
+            self._send(messages.client_message(messages.SUBMIT, next(self._ids), requests=wire))
+        return handles
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests; unknown ids are ignored."""
+        if request_ids:
+            self._send(messages.client_message(messages.ABORT, request_ids=list(request_ids)))
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; what is pending ends with ``EngineClosedError``."""
+        with self._lock:
+            already, self._closing = self._closing, True
+        if not already:
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _register(self, request: DiffusionRequest, handle: RequestHandle) -> bool:
+        """Note a handle under its id; False if it failed already."""
+        most = self.welcome["max_message_bytes"]
+        size = _request_bytes(request)
+        if size > most:
+            handle.fail(MessageTooLargeError(
+                "the request is too large", field="message", value=f"{size} bytes",
+                expected=f"at most {most} bytes in all",
+            ))  # fmt: skip
+            return False
+        with self._lock:
+            self._check_open()
+            if request.request_id not in self._handles:
+                self._handles[request.request_id] = handle
+                return True
+        handle.fail(_duplicate(request.request_id))
+        return False
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineClosedError("this client is closed")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._outbox.append(codec.encode(message))
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._wake_writer.send(b"x")
+
+    # -- the I/O thread
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        engine = context.socket(zmq.DEALER)
+        engine.setsockopt(zmq.LINGER, 500)
+        engine.setsockopt(zmq.RECONNECT_IVL, 20)
+        engine.setsockopt(zmq.SNDHWM, 0)
+        engine.setsockopt(zmq.RCVHWM, 0)
+        try:
+            engine.connect(self.endpoint)
+            self._pump(engine)
+            engine.send_multipart(codec.encode(messages.client_message(messages.BYE)))
+        finally:
+            self._fail_everything(EngineClosedError("this client was closed"))
+            engine.close()
+            context.destroy(linger=500)
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _pump(self, engine: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(engine, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        next_ping = time.monotonic() + PING_INTERVAL_S
+        while not (self._closing and not self._outbox):
+            ready = dict(poller.poll(max(0.0, next_ping - time.monotonic()) * 1000))
+            if self._wake_reader.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_reader.recv(4096)
+            while self._outbox:
+                engine.send_multipart(self._outbox.popleft(), copy=False)
+            if engine in ready:
+                self._read(engine)
+            if time.monotonic() >= next_ping:
+                self._check_engine()
+                engine.send_multipart(codec.encode(messages.client_message(messages.PING)))
+                next_ping = time.monotonic() + PING_INTERVAL_S
+
+    def _read(self, engine: zmq.Socket[bytes]) -> None:
+        self._last_heard = time.monotonic()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = engine.recv_multipart(zmq.NOBLOCK, copy=False)
+                try:
+                    message = codec.decode(frames)
+                    messages.check_version(message)
+                    self._on_message(message)
+                except OmniError as error:
+                    logger.error("a message from the engine can't be used: %s", error)
+                    self._fail_everything(error)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case messages.EVENT:
+                if (handle := self._handles.get(message["request_id"])) is not None:
+                    handle.note(message["status"])
+            case messages.OUTPUT:
+                output = DiffusionOutput.from_wire(message["output"])
+                self._settle(output.request_id, lambda handle: handle.finish(output))
+            case messages.ERROR:
+                self._on_error(message)
+            case _:
+                if (future := self._take_call(message["reply_to"])) is not None:
+                    future.set_result(message)
+
+    def _on_error(self, message: dict[str, Any]) -> None:
+        error = error_from_wire(message["error"])
+        if message["request_id"] is not None:
+            self._settle(message["request_id"], lambda handle: handle.fail(error))
+        elif (future := self._take_call(message["reply_to"])) is not None:
+            future.set_exception(error)
+        else:
+            logger.error("the engine refused a message: %s", error)
+
+    def _settle(self, request_id: str, settle: Callable[[RequestHandle], None]) -> None:
+        with self._lock:
+            handle = self._handles.pop(request_id, None)
+        if handle is not None:
+            settle(handle)
+
+    def _take_call(self, reply_to: int | None) -> Future[dict[str, Any]] | None:
+        with self._lock:
+            return None if reply_to is None else self._calls.pop(reply_to, None)
+
+    def _check_engine(self) -> None:
+        silent_s = time.monotonic() - self._last_heard
+        if silent_s > ENGINE_TIMEOUT_S and (self._calls or self._handles):
+            self._fail_everything(EngineClosedError(
+                f"the engine at {self.endpoint} has not answered for {silent_s:.0f} s"))  # fmt: skip
+
+    def _fail_everything(self, error: OmniError) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, {}
+            handles, self._handles = self._handles, {}
+        for future in calls.values():
+            future.set_exception(error)
+        for handle in handles.values():
+            handle.fail(error)
+
+
+def _chunks(requests: Sequence[DiffusionRequest]) -> Iterator[list[DiffusionRequest]]:
+    """Split requests into messages of bounded size and count."""
+    chunk: list[DiffusionRequest] = []
+    size = 0
+    for request in requests:
+        more = _request_bytes(request)
+        full = len(chunk) == messages.MAX_REQUESTS_PER_MESSAGE // 4 or size + more > _BATCH_BYTES
+        if chunk and full:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(request)
+        size += more
+    if chunk:
+        yield chunk
+
+
+def _request_bytes(request: DiffusionRequest) -> int:
+    return codec.message_bytes(codec.encode(request.to_wire())) + _HEADER_ALLOWANCE
+
+
+def _duplicate(request_id: str) -> DuplicateRequestError:
+    return DuplicateRequestError("the request id is in use", field="request_id", value=request_id,
+                                 expected="an id that no live request has")  # fmt: skip

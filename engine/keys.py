@@ -1,0 +1,72 @@
+"""The compatibility key: requests with equal keys may share a forward. Computed once, at admission.
+
+Everything that shapes the forward is in it, every ``extra_args`` entry included, unless the pipeline
+declares a field private to a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.tensors import TensorData
+
+_NEVER_IN_KEY = frozenset({"seed", "lora_request", "extra_args"})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """What must be equal for two requests to share a request-mode batch.
+
+    Attributes:
+        fields: sampling fields and extra arguments with their values, sorted by name.
+        layout: names, shapes and dtypes of the conditioning inputs.
+        adapter: digest and canonical scale, or None for the bare model.
+    """
+
+    fields: tuple[tuple[str, Hashable], ...]
+    layout: tuple[tuple[str, Hashable], ...]
+    adapter: tuple[str, float] | None
+
+
+def request_key(
+    request: DiffusionRequest,
+    capabilities: PipelineCapabilities,
+    activation: AdapterActivation | None,
+) -> RequestKey:
+    """Compute a request's key from its effective parameters (defaults filled in)."""
+    params, private = request.sampling_params, capabilities.per_request
+    shared = {k: v for k, v in params.given().items() if k not in _NEVER_IN_KEY | private}
+    shared["negative_prompt?"] = params.negative_prompt is not None
+    extra = {f"extra_args.{k}": v for k, v in params.extra_args.items() if k not in private}
+    return RequestKey(
+        fields=tuple(sorted((name, frozen(value)) for name, value in {**shared, **extra}.items())),
+        layout=tuple(sorted((n, _layout(v)) for n, v in request.multi_modal_data.items())),
+        adapter=None if activation is None else activation.identity,
+    )
+
+
+def frozen(value: Any) -> Hashable:
+    """Return a hashable equal exactly for equal values of equal types; arrays by content."""
+    if isinstance(value, Mapping):
+        return ("map", tuple(sorted((name, frozen(item)) for name, item in value.items())))
+    if isinstance(value, list | tuple):
+        return ("list", tuple(frozen(item) for item in value))
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).digest()
+        return ("array", value.dtype.name, value.shape, digest)
+    if isinstance(value, TensorData):
+        return ("array", value.dtype, value.shape, hashlib.sha256(value.data).digest())
+    return (type(value).__name__, value)
+
+
+def _layout(pictures: Any) -> Hashable:
+    if isinstance(pictures, list):
+        return tuple(_layout(picture) for picture in pictures)
+    return (pictures.shape, pictures.dtype.name)

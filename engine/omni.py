@@ -1,0 +1,175 @@
+"""The Python API: an engine of one's own in a process beside, and the client to use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
+from omni_engine.engine.client import OmniClient, OnOutput, Params
+from omni_engine.engine.process import EngineProcess
+from omni_engine.engine.prompts import Prompt
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+from omni_engine.stages.settings import Settings, load_settings
+
+
+def _settings(model: str | None, config: str | Path | None, options: dict[str, Any]) -> Settings:
+    return load_settings(
+        config_path=None if config is None else Path(config),
+        model=model, overrides=options, origin="constructor",
+    )  # fmt: skip
+
+
+class Omni:
+    """An engine in a process of its own, for as long as this object lives.
+
+    Use it as a context manager, or call ``close``.
+
+    Args:
+        model: "bundled", a hub id or a local folder; the bundled model when neither ``model`` nor
+            ``config`` is given.
+        config: a stage configuration file.
+        startup_timeout_s: seconds within which all workers must be ready.
+        options: any setting of a stage: ``max_num_seqs``, ``request_batch_max_wait_ms``,
+            ``devices``, ``replicas``, ``lora_modules``, ``dtype``…
+
+    Raises:
+        ConfigError: if a setting is wrong, naming it.
+        ModelLoadError: if the model can't be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        startup_timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.settings = _settings(model, config, options)
+        self._engine = EngineProcess(self.settings.config)
+        try:
+            self.client = OmniClient(self._engine.endpoint, connect_timeout_s=30)
+            self.client.wait_until_ready(startup_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine listens; further clients may connect."""
+        return self._engine.endpoint
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        on_output: OnOutput | None = None,
+    ) -> list[DiffusionOutput]:
+        """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
+        return self.client.generate(
+            prompts, sampling_params, model=model, timeout_s=timeout_s, on_output=on_output
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return the engine's state: stages, workers, queues, counters."""
+        return self.client.status()
+
+    def close(self) -> None:
+        """Stop the engine and its workers; returns when they are gone."""
+        if hasattr(self, "client"):
+            self.client.close()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncOmni:
+    """``Omni`` for asyncio programs: ``async with AsyncOmni(model) as omni``.
+
+    Args and errors are those of ``Omni``; the engine starts on entry.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, config: str | Path | None = None, **options: Any
+    ) -> None:
+        self.settings = _settings(model, config, options)
+        self._engine: EngineProcess | None = None
+        self._client: AsyncOmniClient | None = None
+
+    @property
+    def client(self) -> AsyncOmniClient:
+        """The client connected to the engine.
+
+        Raises:
+            ValueError: before the engine was started.
+        """
+        if self._client is None:
+            raise ValueError("call start() first, or use `async with`")
+        return self._client
+
+    async def start(self) -> Self:
+        """Start the engine and wait until its workers are ready."""
+        self._engine = await asyncio.to_thread(EngineProcess, self.settings.config)
+        try:
+            self._client = await AsyncOmniClient(
+                self._engine.endpoint, connect_timeout_s=30
+            ).connect()
+            await self._client.wait_until_ready()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        **options: Any,
+    ) -> AsyncRequestHandle:
+        """Submit one request to follow; see ``OmniClient.submit``."""
+        return await self.client.submit(prompt, sampling_params, **options)
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Any
+    ) -> list[DiffusionOutput]:
+        """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
+        return await self.client.generate(prompts, sampling_params, **options)
+
+    async def status(self) -> dict[str, Any]:
+        """Return the engine's state: stages, workers, queues, counters."""
+        return await self.client.status()
+
+    async def close(self) -> None:
+        """Stop the engine and its workers; returns when they are gone."""
+        if self._client is not None:
+            await self._client.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,130 @@
+"""An engine in a process of its own: its entry point and the handle its owner keeps.
+
+The owner writes the configuration to the engine's standard input and keeps the pipe open; when the
+pipe ends, because the owner closed it or died, the engine stops and takes its workers with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import msgpack
+
+from omni_engine.protocol.errors import ConfigError, EngineClosedError, OmniError, error_from_wire
+from omni_engine.stages.config import DeployConfig
+
+ENGINE_MODULE = "omni_engine.engine.process"
+
+
+class EngineProcess:
+    """An engine process owned by this one.
+
+    Args:
+        config: the effective configuration; its ``endpoint`` is used, or a private one.
+
+    Raises:
+        ConfigError: if the engine refuses the configuration.
+    """
+
+    def __init__(self, config: DeployConfig) -> None:
+        self._directory: str | None = None
+        if config.endpoint is None:
+            self._directory = tempfile.mkdtemp(prefix="omni-engine-")  # mode 0700
+            self.endpoint = f"ipc://{self._directory}/engine"
+        else:
+            self.endpoint = config.endpoint
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", ENGINE_MODULE],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        )  # fmt: skip
+        data = msgpack.packb({"config": config.model_dump(mode="json"), "endpoint": self.endpoint})
+        try:
+            self._stdin.write(struct.pack("!I", len(data)) + data)
+            self._await_start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process.poll() is None
+
+    def close(self, timeout_s: float = 15.0) -> None:
+        """Stop the engine and its workers; returns when they are gone."""
+        self._stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def _stdin(self) -> Any:
+        return self._process.stdin
+
+    def _await_start(self) -> None:
+        """Wait for the engine's first line: empty when it listens, else why it can't."""
+        assert self._process.stdout is not None  # PIPE was asked for
+        line = self._process.stdout.read(4)
+        if len(line) < 4:
+            raise EngineClosedError(f"the engine ended at its start: {self._process.wait()}")
+        (size,) = struct.unpack("!I", line)
+        if size:
+            raise error_from_wire(msgpack.unpackb(self._process.stdout.read(size)))
+
+
+def main() -> int:
+    """Run the engine that the owner described on standard input."""
+    from omni_engine.engine.server import EngineServer
+
+    os.environ.setdefault("OMNI_ENGINE_LOG_LEVEL", "WARNING")  # workers inherit it
+    logging.basicConfig(
+        level=os.environ["OMNI_ENGINE_LOG_LEVEL"], stream=sys.stderr,
+        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
+    )  # fmt: skip
+    (size,) = struct.unpack("!I", _read_exactly(4))
+    wire = msgpack.unpackb(_read_exactly(size))
+    try:
+        server = EngineServer(DeployConfig.model_validate(wire["config"]), wire["endpoint"],
+                              parent_fd=0, on_listening=lambda: _report(None))  # fmt: skip
+        return server.run()
+    except ConfigError as error:
+        _report(error)
+        return 1
+
+
+def _report(error: OmniError | None) -> None:
+    data = b"" if error is None else msgpack.packb(error.to_wire())
+    os.write(1, struct.pack("!I", len(data)) + data)
+
+
+def _read_exactly(size: int) -> bytes:
+    """Read from the raw descriptor: the server polls it later, so nothing may be buffered."""
+    data = b""
+    while len(data) < size:
+        chunk = os.read(0, size - len(data))
+        if not chunk:
+            sys.exit(0)
+        data += chunk
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""From what users pass as prompts to checked requests; pictures become arrays on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from omni_engine.protocol.errors import InvalidRequestError, OmniError
+from omni_engine.protocol.requests import (
+    DiffusionRequest,
+    OmniDiffusionSamplingParams,
+    build_request,
+)
+
+Prompt = str | Mapping[str, Any]
+
+
+def build_requests(
+    prompts: Sequence[Prompt],
+    sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None,
+    *,
+    request_ids: Sequence[str | None] | None = None,
+    model: str | None = None,
+    detached: bool = False,
+) -> list[DiffusionRequest | OmniError]:
+    """Build one request per prompt; a bad one becomes its error, in its place.
+
+    Raises:
+        InvalidRequestError: if the number of sampling parameters doesn't fit that of prompts.
+    """
+    if sampling_params is None or isinstance(sampling_params, OmniDiffusionSamplingParams):
+        params: Sequence[Any] = [sampling_params] * len(prompts)
+    else:
+        params = list(sampling_params)
+    if len(params) != len(prompts):
+        raise InvalidRequestError(
+            "prompts and sampling_params differ in number", field="sampling_params",
+            value=f"{len(params)} for {len(prompts)} prompts",
+            expected="one for all prompts, or as many as prompts",
+        )  # fmt: skip
+    ids = request_ids if request_ids is not None else [None] * len(prompts)
+    return [
+        _build(prompt, one, request_id, model, detached)
+        for prompt, one, request_id in zip(prompts, params, ids, strict=True)
+    ]
+
+
+def _build(
+    prompt: Any,
+    params: OmniDiffusionSamplingParams | None,
+    request_id: str | None,
+    model: str | None,
+    detached: bool,
+) -> DiffusionRequest | OmniError:
+    try:
+        return build_request(
+            _with_arrays(prompt), params, request_id=request_id, model=model, detached=detached
+        )
+    except OmniError as error:
+        return error
+
+
+def _with_arrays(prompt: Any) -> Any:
+    if not isinstance(prompt, Mapping) or not isinstance(prompt.get("multi_modal_data"), Mapping):
+        return prompt
+    pictures = {name: _as_array(value) for name, value in prompt["multi_modal_data"].items()}
+    return {**prompt, "multi_modal_data": pictures}
+
+
+def _as_array(value: Any) -> Any:
+    """Turn a PIL image into a uint8 array; anything else passes on to be checked."""
+    if isinstance(value, list | tuple):
+        return [_as_array(item) for item in value]
+    if hasattr(value, "convert") and hasattr(value, "getbands"):
+        return np.asarray(value if value.mode == "L" else value.convert("RGB"))
+    return value

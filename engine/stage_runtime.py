@@ -1,0 +1,382 @@
+"""One stage at work: its workers, its scheduler, its live requests.
+
+No sockets here: messages to workers and answers to clients leave through callbacks, and the time is
+passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from omni_engine.engine.adapters import AdapterRegistry
+from omni_engine.engine.admission import Admission, AdmittedRequest
+from omni_engine.engine.scheduler import (
+    Assignment,
+    RequestScheduler,
+    RequestStatus,
+    SchedulerConfig,
+)
+from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
+from omni_engine.protocol import plans
+from omni_engine.protocol.errors import (
+    ModelLoadError,
+    OmniError,
+    RequestAbortedError,
+    StageUnavailableError,
+    WorkerLostError,
+    error_from_wire,
+)
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.stages.config import EngineArgs, Limits, StageConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Where a request's life is reported to; one per request."""
+
+    def on_status(self, request_id: str, status: RequestStatus) -> None:
+        """The request began to wait or to run."""
+
+    def on_output(self, output: DiffusionOutput) -> None:
+        """The request ended."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request between its submission and its end.
+
+    Attributes:
+        request: as submitted.
+        listener: who is told.
+        arrival: seconds, monotonic.
+        admitted: None while the stage still loads and can't judge it.
+        started: seconds, monotonic; None while it waits.
+        answered: whether its final output has left; an aborted one stays until its batch ends.
+    """
+
+    request: DiffusionRequest
+    listener: Listener
+    arrival: float
+    admitted: AdmittedRequest | None = None
+    started: float | None = None
+    answered: bool = False
+
+
+class StageRuntime:
+    """Serves one model with its workers.
+
+    Args:
+        stage: the stage's configuration.
+        limits: the engine's limits.
+        send: sends a message to a worker by its id.
+
+    Raises:
+        ConfigError: if an adapter's file is missing.
+    """
+
+    def __init__(
+        self, stage: StageConfig, limits: Limits, send: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self.stage = stage
+        self.name = stage.display_name
+        self.registry = AdapterRegistry(stage.engine_args)
+        self._limits = limits
+        self._send = send
+        self._scheduler = RequestScheduler(scheduler_config(stage.engine_args))
+        self._admission: Admission | None = None
+        self._capabilities: PipelineCapabilities | None = None
+        self._live: dict[str, LiveRequest] = {}
+        self._parked: dict[str, LiveRequest] = {}
+        self.workers: dict[str, WorkerHandle] = {}
+        self.counters: Counter[str] = Counter()
+        self._batch_sizes: Counter[int] = Counter()
+
+    @property
+    def state(self) -> str:
+        """``loading``, ``ready``, ``degraded`` (some workers dead) or ``down`` (all dead)."""
+        states = [worker.state for worker in self.workers.values()]
+        if all(state is WorkerState.DEAD for state in states):
+            return "down"
+        if self._admission is None:
+            return "loading"
+        return "degraded" if WorkerState.DEAD in states else "ready"
+
+    @property
+    def settled(self) -> bool:
+        """Whether no worker is still loading."""
+        return all(worker.state is not WorkerState.LOADING for worker in self.workers.values())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch runs."""
+        return any(worker.state is WorkerState.BUSY for worker in self.workers.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, those submitted while loading included."""
+        return self._scheduler.num_waiting + len(self._parked)
+
+    @property
+    def error(self) -> OmniError | None:
+        """Why the stage's first dead worker died."""
+        errors = (worker.error for worker in self.workers.values())
+        return next((error for error in errors if error is not None), None)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the id is in use."""
+        return request_id in self._live
+
+    def submit(self, request: DiffusionRequest, listener: Listener, now: float) -> None:
+        """Take a request in, or refuse it.
+
+        Raises:
+            OmniError: why the request is refused.
+        """
+        if self.state == "down":
+            raise self._unavailable()
+        live = LiveRequest(request, listener, now)
+        if self._admission is None:
+            self.registry.resolve(request.sampling_params.lora_request)
+            self._parked[request.request_id] = live
+        else:
+            self._admit(live, self._admission, now)
+        self._live[request.request_id] = live
+        self.counters["received"] += 1
+        listener.on_status(request.request_id, RequestStatus.WAITING)
+
+    def abort(
+        self, request_ids: Iterable[str], now: float, reason: OmniError | None = None
+    ) -> None:
+        """End requests; their clients are told at once. Unknown ids are ignored."""
+        error = reason or RequestAbortedError("the request was aborted")
+        running: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            live = self._live.get(request_id)
+            if live is None or live.answered:
+                continue
+            self._answer(live, DiffusionOutput.failed(request_id, error, _seed(live)), now)
+            if self._parked.pop(request_id, None) is not None:
+                del self._live[request_id]
+            elif self._scheduler.abort(request_id, now) is RequestStatus.RUNNING:
+                running.setdefault(self._worker_of(request_id), []).append(request_id)
+            else:
+                del self._live[request_id]
+        for worker_id, ids in running.items():
+            self._send(worker_id, {"type": plans.ABORT, "request_ids": ids})
+
+    def abort_all(self, now: float, reason: OmniError, *, waiting_only: bool = False) -> None:
+        """End every request, or every one that has not started."""
+        ids = [i for i, live in self._live.items() if not waiting_only or live.started is None]
+        self.abort(ids, now, reason)
+
+    def on_worker_message(self, worker_id: str, message: dict[str, Any], now: float) -> None:
+        """Act on a message from one of this stage's workers."""
+        worker = self.workers[worker_id]
+        worker.last_seen = now
+        match message["type"]:
+            case plans.READY:
+                self._on_ready(worker, message, now)
+            case plans.OUTPUTS:
+                self._on_outputs(worker, message, now)
+            case plans.FAULT:
+                worker.error = error_from_wire(message["error"])
+                logger.error("worker %s: %s", worker_id, worker.error)
+
+    def dispatch(self, now: float) -> None:
+        """Give idle workers what the scheduler decides."""
+        idle = [w for w in self.workers.values() if w.state is WorkerState.IDLE]
+        if not idle or not self._scheduler.num_waiting:
+            return
+        idle.sort(key=lambda worker: worker.busy_s)
+        for assignment in self._scheduler.schedule([worker.slot for worker in idle], now):
+            self._start(assignment, now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When ``dispatch`` may decide differently through time alone."""
+        if not any(worker.state is WorkerState.IDLE for worker in self.workers.values()):
+            return None
+        return self._scheduler.next_deadline(now)
+
+    def check_workers(self, now: float) -> None:
+        """Notice workers that ended, or take too long to load."""
+        for worker in self.workers.values():
+            if worker.state is WorkerState.DEAD:
+                continue
+            limit = self.stage.engine_args.worker_startup_timeout_s
+            if worker.state is WorkerState.LOADING and now - worker.started_at > limit:
+                worker.error = ModelLoadError(
+                    f"worker {worker.worker_id} was not ready after {limit:g} s",
+                    field="worker_startup_timeout_s", value=limit,
+                    hint="Raise the limit if the model is large or must be downloaded.",
+                )  # fmt: skip
+                worker.kill()
+                worker.wait(5)
+            if worker.exit_code is not None:
+                self._on_death(worker, now)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Return the stage's state for status."""
+        arguments, capabilities = self.stage.engine_args, self._capabilities
+        return {
+            "stage_id": self.stage.stage_id,
+            "name": self.name,
+            "model": arguments.model,
+            "state": self.state,
+            "error": None if self.error is None else self.error.to_wire(),
+            "pipeline": None if capabilities is None else capabilities.pipeline,
+            "batching": None if capabilities is None else capabilities.batching_note,
+            "max_num_seqs": arguments.max_num_seqs,
+            "effective_max_num_seqs": self._effective_capacity(),
+            "scheduling_policy": arguments.scheduling_policy,
+            "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
+            "waiting": self.num_waiting,
+            "running": self._scheduler.num_running,
+            "requests": {name: self.counters[name] for name in
+                         ("received", "completed", "failed", "aborted")},
+            "batch_sizes": {str(size): n for size, n in sorted(self._batch_sizes.items())},
+            "adapters": self.registry.describe(),
+            "capabilities": None if capabilities is None else capabilities.to_wire(),
+            "workers": [worker.describe(now) for worker in self.workers.values()],
+        }  # fmt: skip
+
+    def _effective_capacity(self) -> int | None:
+        if self._capabilities is None:
+            return None
+        batched = self._capabilities.supports_request_batch
+        return self.stage.engine_args.max_num_seqs if batched else 1
+
+    def _admit(self, live: LiveRequest, admission: Admission, now: float) -> None:
+        live.admitted = admitted = admission.admit(live.request)
+        self._scheduler.add(
+            live.request.request_id, key=admitted.key, adapter=admitted.key.adapter,
+            rows=admitted.rows, work=admitted.work, now=live.arrival,
+        )  # fmt: skip
+
+    def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
+        worker.ready_message, worker.state = message, WorkerState.IDLE
+        broken = {n: error_from_wire(e) for n, e in message["broken_adapters"].items()}
+        self.registry.mark_broken(broken)
+        if self._admission is not None:
+            return
+        capabilities = PipelineCapabilities.from_wire(message["capabilities"])
+        try:
+            admission = Admission(self.stage.engine_args, self._limits, self.registry, capabilities)
+        except OmniError as error:
+            worker.error = error
+            worker.kill()
+            return
+        self._admission, self._capabilities = admission, capabilities
+        if not capabilities.supports_request_batch and self.stage.engine_args.max_num_seqs > 1:
+            logger.warning("stage %s: max_num_seqs = %d has no effect: %s", self.name,
+                           self.stage.engine_args.max_num_seqs, capabilities.batching_note)  # fmt: skip
+            self._scheduler = RequestScheduler(scheduler_config(self.stage.engine_args, 1))
+        parked, self._parked = self._parked, {}
+        for live in parked.values():
+            self._admit_parked(live, admission, now)
+
+    def _admit_parked(self, live: LiveRequest, admission: Admission, now: float) -> None:
+        try:
+            self._admit(live, admission, now)
+        except OmniError as error:
+            request_id = live.request.request_id
+            self._answer(live, DiffusionOutput.failed(request_id, error, _seed(live)), now)
+            del self._live[request_id]
+
+    def _start(self, assignment: Assignment, now: float) -> None:
+        worker = self.workers[assignment.worker_id]
+        worker.begin(assignment, now)
+        members = [self._live[request_id] for request_id in assignment.request_ids]
+        admitted = [live.admitted for live in members if live.admitted is not None]
+        self._batch_sizes[len(members)] += 1
+        plan = BatchPlan(
+            assignment.batch_id, tuple(a.request for a in admitted), admitted[0].activation
+        )
+        self._send(worker.worker_id, plan.to_wire())
+        for live in members:
+            live.started = now
+            live.listener.on_status(live.request.request_id, RequestStatus.RUNNING)
+
+    def _on_outputs(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
+        worker.end(now)
+        for wire in message["outputs"]:
+            output = DiffusionOutput.from_wire(wire)
+            self._finish(output, now)
+
+    def _finish(self, output: DiffusionOutput, now: float) -> None:
+        live = self._live.pop(output.request_id)
+        status = RequestStatus.FINISHED_ERROR if output.error else RequestStatus.FINISHED_COMPLETED
+        self._scheduler.finish(output.request_id, status, now)
+        if not live.answered:
+            self._answer(live, output, now)
+
+    def _answer(self, live: LiveRequest, output: DiffusionOutput, now: float) -> None:
+        started = now if live.started is None else live.started
+        output.metrics.queue_ms = (started - live.arrival) * 1000
+        live.answered = True
+        kind = "aborted" if output.aborted else "failed" if output.error else "completed"
+        self.counters[kind] += 1
+        live.listener.on_output(output)
+
+    def _on_death(self, worker: WorkerHandle, now: float) -> None:
+        worker.state = WorkerState.DEAD
+        worker.close()
+        if worker.error is None:
+            worker.error = WorkerLostError(
+                f"worker {worker.worker_id} died: {_exit_text(worker.exit_code)}",
+                hint="Its log on the engine's standard error tells more.",
+            )
+        logger.error("%s", worker.error)
+        assignment, worker.assignment = worker.assignment, None
+        for request_id in assignment.request_ids if assignment else ():
+            seed = _seed(self._live[request_id])
+            self._finish(DiffusionOutput.failed(request_id, worker.error, seed), now)
+        if self.state == "down":
+            self.abort_all(now, self._unavailable())
+
+    def _worker_of(self, request_id: str) -> str:
+        return next(
+            worker.worker_id
+            for worker in self.workers.values()
+            if worker.assignment and request_id in worker.assignment.request_ids
+        )
+
+    def _unavailable(self) -> StageUnavailableError:
+        return StageUnavailableError(
+            f"no worker of model {self.name!r} is alive: {self.error}", field="model",
+            value=self.name, hint="See `omni-engine status` and the engine's log.",
+        )  # fmt: skip
+
+
+def scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> SchedulerConfig:
+    """Return the scheduler's part of a stage's settings.
+
+    Args:
+        arguments: the stage's settings.
+        max_num_seqs: overrides the configured capacity, for pipelines that can't batch.
+    """
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs or arguments.max_num_seqs,
+        max_batch_rows=arguments.max_batch_rows,
+        max_batch_work=arguments.max_batch_work,
+        request_batch_max_wait_ms=arguments.request_batch_max_wait_ms,
+        policy=arguments.scheduling_policy,
+        max_skip_ms=arguments.max_skip_ms,
+    )
+
+
+def _seed(live: LiveRequest) -> int | None:
+    source = live.request if live.admitted is None else live.admitted.request
+    return source.sampling_params.seed
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code}"
+    return f"exit code {code}"

@@ -1,0 +1,142 @@
+"""One worker process as the engine sees it: started, watched, sent plans, stopped."""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import msgpack
+
+from omni_engine.engine.devices import WorkerDevice
+from omni_engine.engine.scheduler import Assignment, WorkerSlot
+from omni_engine.protocol.errors import OmniError
+from omni_engine.protocol.plans import WorkerSpec
+
+WORKER_MODULE = "omni_engine.worker.process"
+
+
+class WorkerState(enum.Enum):
+    """A worker's life, as shown in status."""
+
+    LOADING = "loading"
+    IDLE = "idle"
+    BUSY = "busy"
+    DEAD = "dead"
+
+
+class WorkerHandle:
+    """A worker process.
+
+    Args:
+        spec: what the worker is told at its start.
+        device: the device and the environment that makes only it visible.
+        max_loras: adapters the worker keeps loaded.
+        now: seconds, monotonic.
+    """
+
+    def __init__(self, spec: WorkerSpec, device: WorkerDevice, max_loras: int, now: float) -> None:
+        self.worker_id = spec.worker_id
+        self.device = device
+        self.state = WorkerState.LOADING
+        self.error: OmniError | None = None
+        self.assignment: Assignment | None = None
+        self.ready_message: dict[str, Any] = {}
+        self.started_at = self.last_seen = now
+        self.batches = self.requests = 0
+        self.busy_s = 0.0
+        self._busy_since = now
+        self._max_loras = max_loras
+        self._held: OrderedDict[Any, None] = OrderedDict()
+        self._active: Any = None
+        self._process = self._spawn(spec)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code (negative: the signal's number), or None while it runs."""
+        return self._process.poll()
+
+    @property
+    def slot(self) -> WorkerSlot:
+        """The worker as the scheduler sees it."""
+        return WorkerSlot(self.worker_id, self._active, frozenset(self._held))
+
+    def begin(self, assignment: Assignment, now: float) -> None:
+        """Note that a batch was sent."""
+        self.state, self.assignment, self._busy_since = WorkerState.BUSY, assignment, now
+        self.batches += 1
+        self.requests += len(assignment.request_ids)
+        self._active = assignment.adapter
+        if assignment.adapter is not None:
+            self._held[assignment.adapter] = None
+            self._held.move_to_end(assignment.adapter)
+            while len(self._held) > self._max_loras:
+                self._held.popitem(last=False)
+
+    def end(self, now: float) -> None:
+        """Note that the batch came back."""
+        self.state, self.assignment = WorkerState.IDLE, None
+        self.busy_s += now - self._busy_since
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Return the worker's state for status."""
+        return {
+            "worker_id": self.worker_id,
+            "device": self.device.name,
+            "pid": self.pid,
+            "state": self.state.value,
+            "error": None if self.error is None else self.error.to_wire(),
+            "load_ms": self.ready_message.get("load_ms"),
+            "parameter_bytes": self.ready_message.get("parameter_bytes"),
+            "since_seen_ms": (now - self.last_seen) * 1000,
+            "batches": self.batches,
+            "requests": self.requests,
+            "busy_s": self.busy_s,
+        }
+
+    def terminate(self) -> None:
+        """Ask the operating system to end the process."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process for sure."""
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the process to end; False if it still runs."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Release the pipe to an ended process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _spawn(self, spec: WorkerSpec) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **self.device.environment}
+        if spec.threads is not None:
+            environment |= {name: str(spec.threads) for name in ("OMP_NUM_THREADS",
+                                                                 "MKL_NUM_THREADS")}  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER_MODULE],
+            stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment, bufsize=0,
+        )  # fmt: skip
+        data = msgpack.packb(spec.to_wire())
+        assert process.stdin is not None  # PIPE was asked for
+        try:
+            process.stdin.write(struct.pack("!I", len(data)) + data)
+        except BrokenPipeError:
+            self.error = None  # it died already; its exit code tells
+        return process
