@@ -157,9 +157,12 @@ class _Draft:
             # A list whose items are all wrong is reported as too short, too.
             wrong = [item for item in found if item["type"] != "too_short" or not item["input"]]
             findings[:0] = [_explain(item) for item in wrong]
-        known = {(problem.file, problem.path) for problem in self.problems}
-        problems = [self._problem(finding) for finding in findings]
-        self.problems += [new for new in problems if (new.file, new.path) not in known]
+        # A value that could not be read is null in the data; it was reported as what it is.
+        nulls = {dotted(loc) for loc, value in _walk(self.data) if value is None}
+        unread = nulls & {problem.path for problem in self.problems}
+        for problem in map(self._problem, findings):
+            if problem.path not in unread and problem not in self.problems:
+                self.problems.append(problem)
         return config
 
     def _resolve_paths(self) -> None:
@@ -371,7 +374,7 @@ def _useless_findings(args: Any, runtime: Any, at: Loc) -> Iterator[_Finding]:
     if isinstance(model, str) and os.path.isabs(model) and not os.path.isdir(model):
         yield _Finding((*inside, "model"), f"there is no folder {model}")
     is_local = isinstance(model, str) and (model == "bundled" or os.path.isabs(model))
-    if is_local and _dig(args, "revision") is not None:
+    if is_local and isinstance(_dig(args, "revision"), str):
         message = "a revision has no effect on a local model"
         yield _Finding((*inside, "revision"), message, "leave it out", unsupported=True)
     if _dig(args, "scheduling_policy") == "fifo" and _dig(args, "max_skip_ms") is not None:
