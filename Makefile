@@ -1,0 +1,47 @@
+# Everything from a fresh clone: `make demo` draws eight pictures, `make test` runs the whole suite.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PACKAGES := protocol engine worker stages cli
+TYPING := build/typing/omni_engine
+
+.PHONY: demo test test-quick lint format typecheck wheel clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m omni_engine.cli.demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Type checkers don't see through the folder mapping of pyproject.toml: give them a linked tree.
+$(TYPING): $(INSTALLED)
+	mkdir -p $(TYPING)
+	ln -sfn $(CURDIR)/omni_engine/__init__.py $(CURDIR)/omni_engine/py.typed $(TYPING)/
+	for package in $(PACKAGES); do ln -sfn $(CURDIR)/$$package $(TYPING)/$$package; done
+
+typecheck: $(TYPING)
+	$(BIN)/mypy --package omni_engine
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf build dist demo-output .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
