@@ -1,1 +1,1 @@
-"""The frontend: scheduler, worker pool, ZeroMQ server, clients and the Python API. Never imports torch."""
+"""The frontend: scheduler, workers, ZeroMQ server, clients, Python API. Never imports torch."""

@@ -79,11 +79,14 @@ class AdapterRegistry:
     def _unknown(self, name: str) -> UnknownAdapterError:
         close = nearest(name, set(self._adapters))
         return UnknownAdapterError(
-            f"no adapter named {name!r} is registered", field="lora_request.name", value=name,
-            expected="one of " + ", ".join(sorted(self._adapters)) if self._adapters
+            f"no adapter named {name!r} is registered",
+            field="lora_request.name",
+            value=name,
+            expected="one of " + ", ".join(sorted(self._adapters))
+            if self._adapters
             else "no adapter: this stage has none registered",
             hint=f"Did you mean {close!r}?" if close else "Register it under lora_modules.",
-        )  # fmt: skip
+        )
 
 
 def _register(module: Any) -> Adapter:
@@ -93,6 +96,8 @@ def _register(module: Any) -> Adapter:
     except OSError as error:
         raise ConfigError(
             f"can't read the file of adapter {module.name!r}: {error.strerror}",
-            field="lora_modules", value=str(path), expected="a readable safetensors file",
-        ) from None  # fmt: skip
+            field="lora_modules",
+            value=str(path),
+            expected="a readable safetensors file",
+        ) from None
     return Adapter(module.name, str(path), digest, canonical_scale(module.default_scale))

@@ -1,4 +1,4 @@
-"""Admission: completes a request with defaults and refuses what can't run, before any worker sees it."""
+"""Admission: completes a request with defaults and refuses what can't run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from omni_engine.protocol.requests import (
     OmniDiffusionSamplingParams,
 )
 from omni_engine.stages.config import EngineArgs, Limits
+from omni_engine.stages.families import model_defaults
 
 _ALWAYS_ACCEPTED = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
 
@@ -67,14 +68,21 @@ class Admission:
         self._registry = registry
         self._capabilities = capabilities
         self._stage_defaults = arguments.default_sampling_params.given()
+        self._model_defaults = {
+            name: value
+            for name, value in model_defaults(arguments.resolved_model()).items()
+            if name in capabilities.sampling_fields and not arguments.pipeline
+        }
         try:
             self._check_accepted(OmniDiffusionSamplingParams.from_mapping(self._stage_defaults))
         except InvalidRequestError as error:
             raise ConfigError(
                 f"default_sampling_params don't suit {capabilities.pipeline}: {error.message}",
-                field=f"default_sampling_params.{error.field}", value=error.value,
-                expected=error.expected, hint=error.hint,
-            ) from None  # fmt: skip
+                field=f"default_sampling_params.{error.field}",
+                value=error.value,
+                expected=error.expected,
+                hint=error.hint,
+            ) from None
 
     def admit(self, request: DiffusionRequest) -> AdmittedRequest:
         """Check a request and fill in what it left open.
@@ -98,7 +106,7 @@ class Admission:
         return AdmittedRequest(complete, key, activation, rows, work)
 
     def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
-        defaults = {**self._capabilities.defaults, **self._stage_defaults}
+        defaults = self._capabilities.defaults | self._model_defaults | self._stage_defaults
         if asked.sigmas is not None:
             _check_sigmas(asked)
             defaults["num_inference_steps"] = len(asked.sigmas)
@@ -108,9 +116,11 @@ class Admission:
             params = dataclasses.replace(params, seed=secrets.randbelow(2**32))
         elif params.seed + rows - 1 > MAX_SEED:
             raise InvalidRequestError(
-                "picture i uses seed + i, which passes the largest seed", field="seed",
-                value=params.seed, expected=f"at most {MAX_SEED} - (num_outputs_per_prompt - 1)",
-            )  # fmt: skip
+                "picture i uses seed + i, which passes the largest seed",
+                field="seed",
+                value=params.seed,
+                expected=f"at most {MAX_SEED} - (num_outputs_per_prompt - 1)",
+            )
         return dataclasses.replace(params, num_outputs_per_prompt=rows, lora_request=None)
 
     def _check_accepted(self, params: OmniDiffusionSamplingParams) -> None:
@@ -123,9 +133,12 @@ class Admission:
             if name == "guidance_scale" and "true_cfg_scale" in known.sampling_fields:
                 hint = "This model isn't guidance-distilled; use true_cfg_scale instead."
             raise InvalidRequestError(
-                f"{known.pipeline} takes no {name}", field=name, value=getattr(params, name),
-                expected="one of " + ", ".join(sorted(known.sampling_fields)), hint=hint,
-            )  # fmt: skip
+                f"{known.pipeline} takes no {name}",
+                field=name,
+                value=getattr(params, name),
+                expected="one of " + ", ".join(sorted(known.sampling_fields)),
+                hint=hint,
+            )
         for name in params.extra_args:
             if name not in known.extra_args:
                 raise unknown_field(name, known.extra_args, "extra_args", "extra argument")
@@ -137,24 +150,30 @@ class Admission:
                 raise unknown_field(name, known.inputs, "multi_modal_data", "input")
         for name in known.required_inputs - set(request.multi_modal_data):
             raise InvalidRequestError(
-                f"{known.pipeline} needs an input picture", field=f"multi_modal_data.{name}",
+                f"{known.pipeline} needs an input picture",
+                field=f"multi_modal_data.{name}",
                 expected="a uint8 array of shape (height, width, 3)",
-            )  # fmt: skip
+            )
 
     def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:
         limits, multiple = self._limits, self._capabilities.size_multiple
         for field, value, most in _limited(limits, prompt, params):
             if value is not None and value > most:
                 raise LimitExceededError(
-                    f"{field} is beyond the engine's limit", field=field, value=value,
+                    f"{field} is beyond the engine's limit",
+                    field=field,
+                    value=value,
                     expected=f"at most {most}",
-                )  # fmt: skip
+                )
         for field in ("height", "width"):
             if (size := getattr(params, field)) is not None and size % multiple:
+                near = _nearest_multiple(size, multiple)
                 raise InvalidRequestError(
-                    f"{field} does not suit the model", field=field, value=size,
-                    expected=f"a multiple of {multiple}, such as {_nearest_multiple(size, multiple)}",
-                )  # fmt: skip
+                    f"{field} does not suit the model",
+                    field=field,
+                    value=size,
+                    expected=f"a multiple of {multiple}, such as {near}",
+                )
 
     def _check_guidance(
         self, asked: OmniDiffusionSamplingParams, params: OmniDiffusionSamplingParams
@@ -165,39 +184,47 @@ class Admission:
         guided = (params.true_cfg_scale or 0) > 1
         if (asked.true_cfg_scale or 0) > 1 and params.negative_prompt is None:
             raise InvalidRequestError(
-                "true_cfg_scale has no effect without a negative prompt", field="true_cfg_scale",
-                value=asked.true_cfg_scale, expected="negative_prompt to be given as well",
+                "true_cfg_scale has no effect without a negative prompt",
+                field="true_cfg_scale",
+                value=asked.true_cfg_scale,
+                expected="negative_prompt to be given as well",
                 hint='A blank one (" ") is enough.',
-            )  # fmt: skip
+            )
         if asked.negative_prompt is not None and not guided:
             raise InvalidRequestError(
-                "negative_prompt has no effect without guidance", field="negative_prompt",
-                value=asked.negative_prompt, expected="true_cfg_scale > 1 to be given as well",
-            )  # fmt: skip
+                "negative_prompt has no effect without guidance",
+                field="negative_prompt",
+                value=asked.negative_prompt,
+                expected="true_cfg_scale > 1 to be given as well",
+            )
 
     def _check_capacity(self, rows: int, work: int) -> None:
         arguments = self._arguments
         if arguments.max_batch_rows is not None and rows > arguments.max_batch_rows:
             raise LimitExceededError(
                 "the request makes more pictures than a batch may hold",
-                field="num_outputs_per_prompt", value=rows,
+                field="num_outputs_per_prompt",
+                value=rows,
                 expected=f"at most {arguments.max_batch_rows} (max_batch_rows)",
-            )  # fmt: skip
+            )
         if arguments.max_batch_work is not None and work > arguments.max_batch_work:
             raise LimitExceededError(
-                "the request is larger than a batch may be", value=work,
+                "the request is larger than a batch may be",
+                value=work,
                 field="num_outputs_per_prompt x height x width x num_frames",
                 expected=f"at most {arguments.max_batch_work} (max_batch_work)",
-            )  # fmt: skip
+            )
 
 
 def _check_sigmas(asked: OmniDiffusionSamplingParams) -> None:
     steps, sigmas = asked.num_inference_steps, asked.sigmas or ()
     if steps is not None and steps != len(sigmas):
         raise InvalidRequestError(
-            "num_inference_steps and sigmas contradict each other", field="num_inference_steps",
-            value=steps, expected=f"{len(sigmas)}, the number of sigmas, or left out",
-        )  # fmt: skip
+            "num_inference_steps and sigmas contradict each other",
+            field="num_inference_steps",
+            value=steps,
+            expected=f"{len(sigmas)}, the number of sigmas, or left out",
+        )
 
 
 def _limited(

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import socket
 import threading
@@ -91,7 +92,7 @@ class RequestHandle:
             raise RequestTimeoutError(
                 f"request {self.request_id} did not end within {timeout_s:g} s",
                 hint="It goes on; wait again or abort it.",
-            ) from None  # fmt: skip
+            ) from None
 
     def events(self) -> Iterator[RequestEvent]:
         """Yield the changes of the request's life, ending with its ``finished_*`` event."""
@@ -155,9 +156,11 @@ class Connection:
         except RequestTimeoutError:
             self.close()
             raise EngineClosedError(
-                f"no engine answers at {self.endpoint}", field="endpoint", value=self.endpoint,
+                f"no engine answers at {self.endpoint}",
+                field="endpoint",
+                value=self.endpoint,
                 hint="Start one with `omni-engine serve`, or name its endpoint.",
-            ) from None  # fmt: skip
+            ) from None
         except OmniError:
             self.close()
             raise
@@ -225,10 +228,14 @@ class Connection:
         most = self.welcome["max_message_bytes"]
         size = _request_bytes(request)
         if size > most:
-            handle.fail(MessageTooLargeError(
-                "the request is too large", field="message", value=f"{size} bytes",
-                expected=f"at most {most} bytes in all",
-            ))  # fmt: skip
+            handle.fail(
+                MessageTooLargeError(
+                    "the request is too large",
+                    field="message",
+                    value=f"{size} bytes",
+                    expected=f"at most {most} bytes in all",
+                )
+            )
             return False
         with self._lock:
             self._check_open()
@@ -276,7 +283,7 @@ class Connection:
         poller.register(self._wake_reader, zmq.POLLIN)
         next_ping = time.monotonic() + PING_INTERVAL_S
         while not (self._closing and not self._outbox):
-            ready = dict(poller.poll(max(0.0, next_ping - time.monotonic()) * 1000))
+            ready = dict(poller.poll(math.ceil(max(0.0, next_ping - time.monotonic()) * 1000)))
             if self._wake_reader.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_reader.recv(4096)
@@ -338,8 +345,11 @@ class Connection:
     def _check_engine(self) -> None:
         silent_s = time.monotonic() - self._last_heard
         if silent_s > ENGINE_TIMEOUT_S and (self._calls or self._handles):
-            self._fail_everything(EngineClosedError(
-                f"the engine at {self.endpoint} has not answered for {silent_s:.0f} s"))  # fmt: skip
+            self._fail_everything(
+                EngineClosedError(
+                    f"the engine at {self.endpoint} has not answered for {silent_s:.0f} s"
+                )
+            )
 
     def _fail_everything(self, error: OmniError) -> None:
         with self._lock:
@@ -372,5 +382,9 @@ def _request_bytes(request: DiffusionRequest) -> int:
 
 
 def _duplicate(request_id: str) -> DuplicateRequestError:
-    return DuplicateRequestError("the request id is in use", field="request_id", value=request_id,
-                                 expected="an id that no live request has")  # fmt: skip
+    return DuplicateRequestError(
+        "the request id is in use",
+        field="request_id",
+        value=request_id,
+        expected="an id that no live request has",
+    )

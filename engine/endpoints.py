@@ -21,9 +21,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 def default_endpoint() -> str:
     """Return the endpoint used when none is configured: a socket in a private 0700 directory."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "omni-engine" if base else (
-        Path(tempfile.gettempdir()) / f"omni-engine-{os.getuid()}"
-    )  # fmt: skip
+    folder = (
+        Path(base) / "omni-engine"
+        if base
+        else (Path(tempfile.gettempdir()) / f"omni-engine-{os.getuid()}")
+    )
     return f"{_IPC}{folder}/engine"
 
 
@@ -38,9 +40,11 @@ def check_endpoint(endpoint: str) -> None:
         if host not in _LOOPBACK:
             raise ConfigError(
                 "TCP beyond loopback would let anyone on the network use the engine",
-                field="endpoint", value=endpoint, expected="ipc://PATH or tcp://127.0.0.1:PORT",
+                field="endpoint",
+                value=endpoint,
+                expected="ipc://PATH or tcp://127.0.0.1:PORT",
                 hint="Encrypted TCP is not available in this version; tunnel the loopback port.",
-            )  # fmt: skip
+            )
 
 
 def bind_endpoint(socket: Any, endpoint: str) -> None:
@@ -53,8 +57,12 @@ def bind_endpoint(socket: Any, endpoint: str) -> None:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"can't listen on {endpoint}: {error.strerror}", field="endpoint",
-                          value=endpoint, expected="an address that is free") from None  # fmt: skip
+        raise ConfigError(
+            f"can't listen on {endpoint}: {error.strerror}",
+            field="endpoint",
+            value=endpoint,
+            expected="an address that is free",
+        ) from None
 
 
 class EndpointLock:
@@ -81,17 +89,24 @@ class EndpointLock:
         self._created_directory = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._endpoint == default_endpoint() and folder.stat().st_uid != os.getuid():
-            raise ConfigError("the socket's directory belongs to another user", field="endpoint",
-                              value=self._endpoint, expected="a directory of your own")  # fmt: skip
+            raise ConfigError(
+                "the socket's directory belongs to another user",
+                field="endpoint",
+                value=self._endpoint,
+                expected="a directory of your own",
+            )
         self._file = self._lock_path.open("w")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
-                "another engine serves there already", field="endpoint", value=self._endpoint,
-                expected="a free endpoint", hint="Stop it, or choose another with --endpoint.",
-            ) from None  # fmt: skip
+                "another engine serves there already",
+                field="endpoint",
+                value=self._endpoint,
+                expected="a free endpoint",
+                hint="Stop it, or choose another with --endpoint.",
+            ) from None
         return self
 
     def __exit__(

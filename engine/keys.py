@@ -1,7 +1,7 @@
-"""The compatibility key: requests with equal keys may share a forward. Computed once, at admission.
+"""The compatibility key: requests with equal keys may share a forward; computed at admission.
 
-Everything that shapes the forward is in it, every ``extra_args`` entry included, unless the pipeline
-declares a field private to a request.
+Everything that shapes the forward is in it, every ``extra_args`` entry included, unless the
+pipeline declares a field private to a request.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from omni_engine.stages.settings import Settings, load_settings
 def _settings(model: str | None, config: str | Path | None, options: dict[str, Any]) -> Settings:
     return load_settings(
         config_path=None if config is None else Path(config),
-        model=model, overrides=options, origin="constructor",
-    )  # fmt: skip
+        model=model,
+        overrides=options,
+        origin="constructor",
+    )
 
 
 class Omni:

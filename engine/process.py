@@ -42,8 +42,10 @@ class EngineProcess:
             self.endpoint = config.endpoint
         self._process = subprocess.Popen(
             [sys.executable, "-m", ENGINE_MODULE],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
         data = msgpack.packb({"config": config.model_dump(mode="json"), "endpoint": self.endpoint})
         try:
             self._stdin.write(struct.pack("!I", len(data)) + data)
@@ -96,14 +98,19 @@ def main() -> int:
 
     os.environ.setdefault("OMNI_ENGINE_LOG_LEVEL", "WARNING")  # workers inherit it
     logging.basicConfig(
-        level=os.environ["OMNI_ENGINE_LOG_LEVEL"], stream=sys.stderr,
+        level=os.environ["OMNI_ENGINE_LOG_LEVEL"],
+        stream=sys.stderr,
         format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )  # fmt: skip
+    )
     (size,) = struct.unpack("!I", _read_exactly(4))
     wire = msgpack.unpackb(_read_exactly(size))
     try:
-        server = EngineServer(DeployConfig.model_validate(wire["config"]), wire["endpoint"],
-                              parent_fd=0, on_listening=lambda: _report(None))  # fmt: skip
+        server = EngineServer(
+            DeployConfig.model_validate(wire["config"]),
+            wire["endpoint"],
+            parent_fd=0,
+            on_listening=lambda: _report(None),
+        )
         return server.run()
     except ConfigError as error:
         _report(error)

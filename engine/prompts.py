@@ -36,10 +36,11 @@ def build_requests(
         params = list(sampling_params)
     if len(params) != len(prompts):
         raise InvalidRequestError(
-            "prompts and sampling_params differ in number", field="sampling_params",
+            "prompts and sampling_params differ in number",
+            field="sampling_params",
             value=f"{len(params)} for {len(prompts)} prompts",
             expected="one for all prompts, or as many as prompts",
-        )  # fmt: skip
+        )
     ids = request_ids if request_ids is not None else [None] * len(prompts)
     return [
         _build(prompt, one, request_id, model, detached)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -147,7 +148,7 @@ class EngineServer:
     # -- the loop
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(self._poll_timeout_s() * 1000))
+        ready = dict(self._poller.poll(math.ceil(self._poll_timeout_s() * 1000)))
         if self._wake.fileno() in ready:
             self._on_signal()
         if self._parent_fd is not None and self._parent_fd in ready:
@@ -257,15 +258,19 @@ class EngineServer:
             raise _closing()
         if any(stage.knows(request.request_id) for stage in self._stages.values()):
             raise DuplicateRequestError(
-                "the request id is in use", field="request_id", value=request.request_id,
+                "the request id is in use",
+                field="request_id",
+                value=request.request_id,
                 expected="an id that no live request has",
-            )  # fmt: skip
+            )
         most = self._config.limits.max_waiting_requests
         if sum(stage.num_waiting for stage in self._stages.values()) >= most:
             raise QueueFullError(
-                f"{most} requests are waiting already", expected="fewer requests at once",
-                hint="Try again later.", retry_after_ms=1000,
-            )  # fmt: skip
+                f"{most} requests are waiting already",
+                expected="fewer requests at once",
+                hint="Try again later.",
+                retry_after_ms=1000,
+            )
         stage = self._stage_for(request.model)
         stage.submit(request, client, now)
         if not request.detached:
@@ -278,10 +283,12 @@ class EngineServer:
             return stage
         close = nearest(model, set(self._stages))
         raise UnknownModelError(
-            f"no stage serves model {model!r}", field="model", value=model,
+            f"no stage serves model {model!r}",
+            field="model",
+            value=model,
             expected="one of " + ", ".join(self._stages),
             hint=f"Did you mean {close!r}?" if close else None,
-        )  # fmt: skip
+        )
 
     def _drop_silent_clients(self, now: float) -> None:
         for client in list(self._clients.values()):

@@ -213,9 +213,10 @@ class StageRuntime:
             if worker.state is WorkerState.LOADING and now - worker.started_at > limit:
                 worker.error = ModelLoadError(
                     f"worker {worker.worker_id} was not ready after {limit:g} s",
-                    field="worker_startup_timeout_s", value=limit,
+                    field="worker_startup_timeout_s",
+                    value=limit,
                     hint="Raise the limit if the model is large or must be downloaded.",
-                )  # fmt: skip
+                )
                 worker.kill()
                 worker.wait(5)
             if worker.exit_code is not None:
@@ -238,13 +239,14 @@ class StageRuntime:
             "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
             "waiting": self.num_waiting,
             "running": self._scheduler.num_running,
-            "requests": {name: self.counters[name] for name in
-                         ("received", "completed", "failed", "aborted")},
+            "requests": {
+                name: self.counters[name] for name in ("received", "completed", "failed", "aborted")
+            },
             "batch_sizes": {str(size): n for size, n in sorted(self._batch_sizes.items())},
             "adapters": self.registry.describe(),
             "capabilities": None if capabilities is None else capabilities.to_wire(),
             "workers": [worker.describe(now) for worker in self.workers.values()],
-        }  # fmt: skip
+        }
 
     def _effective_capacity(self) -> int | None:
         if self._capabilities is None:
@@ -255,9 +257,13 @@ class StageRuntime:
     def _admit(self, live: LiveRequest, admission: Admission, now: float) -> None:
         live.admitted = admitted = admission.admit(live.request)
         self._scheduler.add(
-            live.request.request_id, key=admitted.key, adapter=admitted.key.adapter,
-            rows=admitted.rows, work=admitted.work, now=live.arrival,
-        )  # fmt: skip
+            live.request.request_id,
+            key=admitted.key,
+            adapter=admitted.key.adapter,
+            rows=admitted.rows,
+            work=admitted.work,
+            now=live.arrival,
+        )
 
     def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
         worker.ready_message, worker.state = message, WorkerState.IDLE
@@ -274,8 +280,12 @@ class StageRuntime:
             return
         self._admission, self._capabilities = admission, capabilities
         if not capabilities.supports_request_batch and self.stage.engine_args.max_num_seqs > 1:
-            logger.warning("stage %s: max_num_seqs = %d has no effect: %s", self.name,
-                           self.stage.engine_args.max_num_seqs, capabilities.batching_note)  # fmt: skip
+            logger.warning(
+                "stage %s: max_num_seqs = %d has no effect: %s",
+                self.name,
+                self.stage.engine_args.max_num_seqs,
+                capabilities.batching_note,
+            )
             self._scheduler = RequestScheduler(scheduler_config(self.stage.engine_args, 1))
         parked, self._parked = self._parked, {}
         for live in parked.values():
@@ -349,9 +359,11 @@ class StageRuntime:
 
     def _unavailable(self) -> StageUnavailableError:
         return StageUnavailableError(
-            f"no worker of model {self.name!r} is alive: {self.error}", field="model",
-            value=self.name, hint="See `omni-engine status` and the engine's log.",
-        )  # fmt: skip
+            f"no worker of model {self.name!r} is alive: {self.error}",
+            field="model",
+            value=self.name,
+            hint="See `omni-engine status` and the engine's log.",
+        )
 
 
 def scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> SchedulerConfig:

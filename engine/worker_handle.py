@@ -127,12 +127,16 @@ class WorkerHandle:
     def _spawn(self, spec: WorkerSpec) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **self.device.environment}
         if spec.threads is not None:
-            environment |= {name: str(spec.threads) for name in ("OMP_NUM_THREADS",
-                                                                 "MKL_NUM_THREADS")}  # fmt: skip
+            environment |= {
+                name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+            }
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER_MODULE],
-            stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment, bufsize=0,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            env=environment,
+            bufsize=0,
+        )
         data = msgpack.packb(spec.to_wire())
         assert process.stdin is not None  # PIPE was asked for
         try:

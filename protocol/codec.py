@@ -78,20 +78,31 @@ def decode(frames: Sequence[Any], max_message_bytes: int | None = None) -> dict[
         message = msgpack.unpackb(views[0], ext_hook=resolve, strict_map_key=True)
     except UnicodeDecodeError as error:
         raise MalformedMessageError(
-            "the header holds text that is not UTF-8", field="header", value=str(error),
+            "the header holds text that is not UTF-8",
+            field="header",
+            value=str(error),
             expected="UTF-8 in every msgpack str",
-        ) from None  # fmt: skip
+        ) from None
     except (ValueError, TypeError, msgpack.UnpackException, OverflowError) as error:
         raise MalformedMessageError(
-            "the header is not valid msgpack", field="header", value=str(error) or repr(error),
+            "the header is not valid msgpack",
+            field="header",
+            value=str(error) or repr(error),
             expected="one msgpack map with string keys",
-        ) from None  # fmt: skip
+        ) from None
     if not isinstance(message, dict):
-        raise MalformedMessageError("the header is not a map", field="header",
-                                    value=type(message).__name__, expected="a map")  # fmt: skip
+        raise MalformedMessageError(
+            "the header is not a map",
+            field="header",
+            value=type(message).__name__,
+            expected="a map",
+        )
     if unread:
-        raise MalformedMessageError("the header refers to fewer buffers than were sent",
-                                    field="frames", value=sorted(unread))  # fmt: skip
+        raise MalformedMessageError(
+            "the header refers to fewer buffers than were sent",
+            field="frames",
+            value=sorted(unread),
+        )
     return message
 
 
@@ -104,19 +115,27 @@ def _check_sizes(views: list[memoryview], max_message_bytes: int | None) -> None
     if not views:
         raise MalformedMessageError("the message has no frames")
     if len(views) > MAX_FRAMES:
-        raise MalformedMessageError("the message has too many frames", field="frames",
-                                    value=len(views), expected=f"at most {MAX_FRAMES}")  # fmt: skip
+        raise MalformedMessageError(
+            "the message has too many frames",
+            field="frames",
+            value=len(views),
+            expected=f"at most {MAX_FRAMES}",
+        )
     total = sum(view.nbytes for view in views)
     if max_message_bytes is not None and total > max_message_bytes:
         raise MessageTooLargeError(
-            "the message is too large", field="message", value=f"{total} bytes",
+            "the message is too large",
+            field="message",
+            value=f"{total} bytes",
             expected=f"at most {max_message_bytes} bytes in all frames",
-        )  # fmt: skip
+        )
     if views[0].nbytes > MAX_HEADER_BYTES:
         raise MessageTooLargeError(
-            "the header is too large", field="header", value=f"{views[0].nbytes} bytes",
+            "the header is too large",
+            field="header",
+            value=f"{views[0].nbytes} bytes",
             expected=f"at most {MAX_HEADER_BYTES} bytes; arrays travel as frames of their own",
-        )  # fmt: skip
+        )
 
 
 def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
@@ -124,17 +143,27 @@ def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
         case [int(index), str(dtype), list(shape)] if index in unread:
             pass
         case _:
-            raise MalformedMessageError("a buffer reference is malformed", field="header",
-                                        value=reference, expected="[index, dtype, shape]")  # fmt: skip
+            raise MalformedMessageError(
+                "a buffer reference is malformed",
+                field="header",
+                value=reference,
+                expected="[index, dtype, shape]",
+            )
     if dtype not in ITEM_SIZES or not all(isinstance(n, int) and 0 <= n < 2**40 for n in shape):
-        raise MalformedMessageError("a buffer's dtype or shape is unknown", field="header",
-                                    value=reference, expected=", ".join(ITEM_SIZES))  # fmt: skip
+        raise MalformedMessageError(
+            "a buffer's dtype or shape is unknown",
+            field="header",
+            value=reference,
+            expected=", ".join(ITEM_SIZES),
+        )
     view = unread.pop(index)
     if math.prod(shape) * ITEM_SIZES[dtype] != view.nbytes:
         raise MalformedMessageError(
-            "a buffer's size does not fit its shape", field=f"frames[{index + 1}]",
-            value=f"{view.nbytes} bytes", expected=f"{dtype} of shape {shape}",
-        )  # fmt: skip
+            "a buffer's size does not fit its shape",
+            field=f"frames[{index + 1}]",
+            value=f"{view.nbytes} bytes",
+            expected=f"{dtype} of shape {shape}",
+        )
     if dtype == "bfloat16":
         return TensorData(dtype, tuple(shape), view)
     return np.frombuffer(view, dtype=dtype).reshape(shape)

@@ -1,7 +1,7 @@
 """The one error taxonomy: what went wrong, in which field, what was expected, what to do.
 
-Every error that crosses a process boundary is an ``OmniError``. Its ``code`` is stable and part of the
-protocol; messages are for people and may change.
+Every error that crosses a process boundary is an ``OmniError``. Its ``code`` is stable and part of
+the protocol; messages are for people and may change.
 """
 
 from __future__ import annotations

@@ -33,9 +33,11 @@ class FieldRule:
             return self.normalise(value)
         except (ValueError, TypeError, OverflowError):
             raise InvalidRequestError(
-                f"{field} is not acceptable", field=field, value=describe(value),
+                f"{field} is not acceptable",
+                field=field,
+                value=describe(value),
                 expected=self.expected,
-            ) from None  # fmt: skip
+            ) from None
 
 
 def describe(value: object) -> str:
@@ -125,7 +127,7 @@ def number_list(low: float, high: float, max_length: int) -> FieldRule:
 
 
 def plain_mapping() -> FieldRule:
-    """A dict of string keys to plain values (None, bool, int, float, str, bytes, arrays, nested)."""
+    """A dict of string keys to plain values: None, bool, numbers, str, bytes, arrays, nested."""
 
     def normalise(value: object) -> dict[str, Any]:
         if not isinstance(value, Mapping):

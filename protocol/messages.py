@@ -22,11 +22,23 @@ from omni_engine.protocol.fields import describe, refuse_unknown
 PROTOCOL_VERSION = 1
 
 HELLO, SUBMIT, ABORT, STATUS, WAIT_READY, PING, BYE = (
-    "hello", "submit", "abort", "status", "wait_ready", "ping", "bye",
-)  # fmt: skip
+    "hello",
+    "submit",
+    "abort",
+    "status",
+    "wait_ready",
+    "ping",
+    "bye",
+)
 WELCOME, ACCEPTED, EVENT, OUTPUT, READY, PONG, ERROR = (
-    "welcome", "accepted", "event", "output", "ready", "pong", "error",
-)  # fmt: skip
+    "welcome",
+    "accepted",
+    "event",
+    "output",
+    "ready",
+    "pong",
+    "error",
+)
 
 _FIELDS: dict[str, frozenset[str]] = {
     HELLO: frozenset({"client"}),
@@ -72,9 +84,12 @@ def check_version(message: Mapping[str, Any]) -> None:
     version = message.get("v")
     if version != PROTOCOL_VERSION or isinstance(version, bool):
         raise ProtocolVersionError(
-            "the two sides speak different protocol versions", field="v", value=repr(version),
-            expected=f"{PROTOCOL_VERSION}", hint="Install the same omni-engine version on both sides.",
-        )  # fmt: skip
+            "the two sides speak different protocol versions",
+            field="v",
+            value=repr(version),
+            expected=f"{PROTOCOL_VERSION}",
+            hint="Install the same omni-engine version on both sides.",
+        )
 
 
 def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
@@ -88,11 +103,19 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
     check_version(message)
     kind, message_id = message.get("type"), message.get("id")
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise MalformedMessageError("unknown message type", field="type", value=describe(kind),
-                                    expected="one of " + ", ".join(_FIELDS))  # fmt: skip
+        raise MalformedMessageError(
+            "unknown message type",
+            field="type",
+            value=describe(kind),
+            expected="one of " + ", ".join(_FIELDS),
+        )
     if message_id is not None and not _is_id(message_id):
-        raise MalformedMessageError("the message id is not acceptable", field="id",
-                                    value=describe(message_id), expected="an integer >= 0 or nil")  # fmt: skip
+        raise MalformedMessageError(
+            "the message id is not acceptable",
+            field="id",
+            value=describe(message_id),
+            expected="an integer >= 0 or nil",
+        )
     refuse_unknown(message, _FIELDS[kind] | _COMMON, "")
     body = {name: message.get(name) for name in _FIELDS[kind]}
     if kind == SUBMIT:
@@ -125,6 +148,8 @@ def _check_list(value: object, field: str, item: type, what: str) -> None:
         or not all(isinstance(entry, item) for entry in value)
     ):
         raise InvalidRequestError(
-            f"{field} is not acceptable", field=field, value=describe(value)[:200],
+            f"{field} is not acceptable",
+            field=field,
+            value=describe(value)[:200],
             expected=f"a list of 1 to {MAX_REQUESTS_PER_MESSAGE} {what}",
-        )  # fmt: skip
+        )

@@ -53,7 +53,7 @@ class DiffusionOutput:
     Attributes:
         request_id: the request it answers.
         images: uint8 arrays of shape (height, width, 3), one per output; None for a video.
-        frames: uint8 arrays of shape (num_frames, height, width, 3), one per output; None for images.
+        frames: uint8 arrays of shape (num_frames, height, width, 3), one per output, or None.
         latents: with ``output_type="latent"``: the raw latents, one row per output.
         finished: False only for intermediate results.
         error: what went wrong, or None.

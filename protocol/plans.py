@@ -168,7 +168,8 @@ class PipelineCapabilities:
     def from_wire(cls, wire: Mapping[str, Any]) -> PipelineCapabilities:
         """Rebuild from ``to_wire``'s dict."""
         sets = {f.name for f in dataclasses.fields(cls) if "frozenset" in str(f.type)}
-        return cls(**{k: frozenset(v) if k in sets else v for k, v in wire.items()})
+        fields: dict[str, Any] = {k: frozenset(v) if k in sets else v for k, v in wire.items()}
+        return cls(**fields)
 
 
 def outputs_message(plan_id: int, outputs: list[DiffusionOutput]) -> dict[str, Any]:

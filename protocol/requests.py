@@ -34,7 +34,7 @@ class LoRARequest:
 
     Args:
         name: the name it was registered by; never a path.
-        scale: a finite strength, rounded to 4 digits; 0 means no adapter, None the adapter's default.
+        scale: a finite strength, rounded to 4 digits; 0: no adapter; None: its default.
 
     Raises:
         InvalidRequestError: if name or scale are not acceptable.
@@ -46,9 +46,11 @@ class LoRARequest:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise InvalidRequestError(
-                "an adapter is named by a string", field="lora_request.name",
-                value=describe(self.name), expected="a registered adapter's name",
-            )  # fmt: skip
+                "an adapter is named by a string",
+                field="lora_request.name",
+                value=describe(self.name),
+                expected="a registered adapter's name",
+            )
         if self.scale is not None:
             scale = fields.number(-100, 100).apply("lora_request.scale", self.scale)
             object.__setattr__(self, "scale", canonical_scale(scale))
@@ -145,8 +147,6 @@ class OmniDiffusionSamplingParams:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, rule.apply(name, value))
-        if self.extra_args is None:
-            object.__setattr__(self, "extra_args", {})
 
     @classmethod
     def from_mapping(
@@ -160,9 +160,11 @@ class OmniDiffusionSamplingParams:
         """
         if not isinstance(given, Mapping):
             raise InvalidRequestError(
-                "sampling parameters must be a mapping", field=where, value=describe(given),
+                "sampling parameters must be a mapping",
+                field=where,
+                value=describe(given),
                 expected="a dict of field names to values",
-            )  # fmt: skip
+            )
         refuse_unknown(given, SAMPLING_FIELDS, where)
         return cls(**given)
 
@@ -251,8 +253,12 @@ class DiffusionRequest:
             InvalidRequestError: naming the offending field.
         """
         if not isinstance(wire, Mapping):
-            raise InvalidRequestError("a request must be a map", field="requests",
-                                      value=describe(wire), expected="a map of fields")  # fmt: skip
+            raise InvalidRequestError(
+                "a request must be a map",
+                field="requests",
+                value=describe(wire),
+                expected="a map of fields",
+            )
         refuse_unknown(wire, _REQUEST_FIELDS, "")
         return build_request(
             wire.get("prompt"),
@@ -300,8 +306,12 @@ def build_request(
         multi_modal_data = prompt.get("multi_modal_data") or multi_modal_data
         prompt = prompt.get("prompt")
     if detached is not True and detached is not False:
-        raise InvalidRequestError("detached is a flag", field="detached", value=describe(detached),
-                                  expected="true or false")  # fmt: skip
+        raise InvalidRequestError(
+            "detached is a flag",
+            field="detached",
+            value=describe(detached),
+            expected="true or false",
+        )
     return DiffusionRequest(
         request_id=_checked_id(request_id),
         prompt=_checked_prompt(prompt),
@@ -322,35 +332,43 @@ def _checked_id(request_id: object) -> str:
     ):
         return request_id
     raise InvalidRequestError(
-        "request_id is not acceptable", field="request_id", value=describe(request_id),
+        "request_id is not acceptable",
+        field="request_id",
+        value=describe(request_id),
         expected=f"1 to {MAX_REQUEST_ID_CHARS} printable characters",
-    )  # fmt: skip
+    )
 
 
 def _checked_prompt(prompt: object) -> str:
     if isinstance(prompt, list | tuple):
         raise InvalidRequestError(
-            "one request holds one prompt", field="prompt", value=f"a list of {len(prompt)}",
+            "one request holds one prompt",
+            field="prompt",
+            value=f"a list of {len(prompt)}",
             expected="a string or one dict",
             hint="Submit several requests instead: generate([...]) makes each item its own.",
-        )  # fmt: skip
+        )
     if prompt is None:
         raise InvalidRequestError("the prompt is missing", field="prompt", expected="a string")
     checked: str = fields.text().apply("prompt", prompt)
     if not checked.strip():
         raise InvalidRequestError(
-            "the prompt is empty", field="prompt", value=repr(checked),
+            "the prompt is empty",
+            field="prompt",
+            value=repr(checked),
             expected="text with at least one visible character",
-        )  # fmt: skip
+        )
     return checked
 
 
 def _checked_inputs(inputs: object) -> dict[str, Any]:
     if not isinstance(inputs, Mapping):
         raise InvalidRequestError(
-            "multi_modal_data must be a map", field="multi_modal_data", value=describe(inputs),
+            "multi_modal_data must be a map",
+            field="multi_modal_data",
+            value=describe(inputs),
             expected="a map of input names to pictures",
-        )  # fmt: skip
+        )
     refuse_unknown(inputs, _MODALITIES, "multi_modal_data")
     return {name: _checked_pictures(f"multi_modal_data.{name}", v) for name, v in inputs.items()}
 
@@ -372,6 +390,8 @@ def _checked_picture(where: str, value: object) -> np.ndarray[Any, Any]:
     ):
         return value
     raise InvalidRequestError(
-        "an input picture is not acceptable", field=where, value=describe(value),
+        "an input picture is not acceptable",
+        field=where,
+        value=describe(value),
         expected="a uint8 array of shape (height, width, 3) or (height, width)",
-    )  # fmt: skip
+    )

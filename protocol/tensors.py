@@ -10,9 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 _NUMPY_DTYPES = (
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "float32", "float64",
-)  # fmt: skip
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 
 ITEM_SIZES: dict[str, int] = {name: np.dtype(name).itemsize for name in _NUMPY_DTYPES}
 ITEM_SIZES["bfloat16"] = 2

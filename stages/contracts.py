@@ -107,21 +107,26 @@ def check_request_contract(cls: type[Any]) -> None:
     if missing := missing_methods(cls, REQUEST_METHODS):
         raise PipelineContractError(
             f"pipeline class {cls.__module__}:{cls.__qualname__} lacks {', '.join(missing)}",
-            field="pipeline", value=cls.__qualname__,
+            field="pipeline",
+            value=cls.__qualname__,
             expected="a diffusers pipeline class, or a class with load(context) and forward(batch)",
             hint="See the request-batch contract in docs/pipelines.md.",
-        )  # fmt: skip
+        )
     if not isinstance(inspect.getattr_static(cls, "load"), classmethod):
         raise PipelineContractError(
-            f"{cls.__qualname__}.load must be a classmethod", field="pipeline",
-            value=cls.__qualname__, expected="@classmethod def load(cls, context)",
-        )  # fmt: skip
+            f"{cls.__qualname__}.load must be a classmethod",
+            field="pipeline",
+            value=cls.__qualname__,
+            expected="@classmethod def load(cls, context)",
+        )
     flag = getattr(cls, "supports_request_batch", False)
     if not isinstance(flag, bool):
         raise PipelineContractError(
-            f"{cls.__qualname__}.supports_request_batch must be a bool", field="pipeline",
-            value=repr(flag), expected="True or False",
-        )  # fmt: skip
+            f"{cls.__qualname__}.supports_request_batch must be a bool",
+            field="pipeline",
+            value=repr(flag),
+            expected="True or False",
+        )
 
 
 def check_results(batch: DiffusionRequestBatch, results: object) -> list[DiffusionOutput]:
@@ -132,17 +137,23 @@ def check_results(batch: DiffusionRequestBatch, results: object) -> list[Diffusi
     """
     if not isinstance(results, list) or not all(isinstance(r, DiffusionOutput) for r in results):
         raise PipelineContractError(
-            "forward() did not return a list of DiffusionOutput", field="forward",
-            value=type(results).__name__, expected="list[DiffusionOutput]",
-        )  # fmt: skip
+            "forward() did not return a list of DiffusionOutput",
+            field="forward",
+            value=type(results).__name__,
+            expected="list[DiffusionOutput]",
+        )
     if len(results) != batch.num_reqs:
         raise PipelineContractError(
-            "forward() returned the wrong number of outputs", field="forward", value=len(results),
+            "forward() returned the wrong number of outputs",
+            field="forward",
+            value=len(results),
             expected=f"exactly {batch.num_reqs}, one per request, in order",
-        )  # fmt: skip
+        )
     if tuple(r.request_id for r in results) != batch.request_ids:
         raise PipelineContractError(
-            "forward() returned outputs of other requests or in another order", field="forward",
-            value=[r.request_id for r in results], expected="the requests' ids, in order",
-        )  # fmt: skip
+            "forward() returned outputs of other requests or in another order",
+            field="forward",
+            value=[r.request_id for r in results],
+            expected="the requests' ids, in order",
+        )
     return results

@@ -7,6 +7,9 @@ message. Keyed by class name, so that nothing heavy is imported.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from omni_engine.stages import bundled
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +17,8 @@ class Family:
     """Facts about one pipeline class.
 
     Attributes:
-        exact_list_call: one ``__call__`` with lists of prompts, negative prompts and generators gives
-            each row the picture it would get alone (ragged prompts included).
+        exact_list_call: one ``__call__`` with lists of prompts, negative prompts and generators
+            gives each row the picture it would get alone, ragged prompts included.
     """
 
     exact_list_call: bool = False
@@ -29,3 +32,12 @@ FAMILIES: dict[str, Family] = {
 def family_of(class_name: str) -> Family:
     """Return what is known of a pipeline class; nothing for an unknown one."""
     return FAMILIES.get(class_name, Family())
+
+
+def model_defaults(model: str) -> dict[str, Any]:
+    """Return the sampling parameters that suit a known model better than its pipeline's own.
+
+    Args:
+        model: the resolved model: a folder or a hub id.
+    """
+    return dict(bundled.SAMPLING_DEFAULTS) if model == str(bundled.MODEL_DIR) else {}

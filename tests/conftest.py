@@ -120,8 +120,14 @@ PATTERN = "support_pipelines:PatternPipeline"
 @pytest.fixture(scope="module")
 def pattern_engine(start_engine: Callable[..., Omni]) -> Omni:
     """One worker, batches of up to 4, the pattern pipeline."""
-    return start_engine("bundled", pipeline=PATTERN, max_num_seqs=4, name="pattern",
-                        lora_modules=[], default_sampling_params={})  # fmt: skip
+    return start_engine(
+        "bundled",
+        pipeline=PATTERN,
+        max_num_seqs=4,
+        name="pattern",
+        lora_modules=[],
+        default_sampling_params={},
+    )
 
 
 @pytest.fixture

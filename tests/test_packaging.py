@@ -1,4 +1,4 @@
-"""The package as built: layout, wheel contents, import rules, installation into an empty environment."""
+"""The package as built: layout, wheel contents, import rules, installation from nothing."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.write_bytes((ROOT / name).read_bytes())
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source],
-        check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     (built,) = out.glob("*.whl")
     return built
 
@@ -146,8 +148,13 @@ def test_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path:
     subprocess.run([*install, wheel], check=True, timeout=900, cwd=tmp_path)
     demo = subprocess.run(
         [python, "-m", "omni_engine.cli.demo", "--out", out],
-        check=True, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment,
+    )
     assert len(list(out.glob("*.png"))) == 9
     assert str(out) in demo.stdout.replace("\n", "")
     where = "import omni_engine; print(omni_engine.__file__)"

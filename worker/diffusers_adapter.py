@@ -27,8 +27,17 @@ from omni_engine.worker.signatures import diffusers_capabilities
 from omni_engine.worker.tensors import tensor_to_wire, to_uint8
 
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
-_CALL_FIELDS_SET_HERE = frozenset({"seed", "num_outputs_per_prompt", "output_type", "lora_request",
-                                   "extra_args", "negative_prompt", "fps"})  # fmt: skip
+_CALL_FIELDS_SET_HERE = frozenset(
+    {
+        "seed",
+        "num_outputs_per_prompt",
+        "output_type",
+        "lora_request",
+        "extra_args",
+        "negative_prompt",
+        "fps",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,9 @@ class DiffusersRequestPipeline:
             negatives = [row.request.sampling_params.negative_prompt for row in rows]
             arguments["negative_prompt"] = _listed(negatives, as_list)
         for name in first.multi_modal_data:
-            arguments[name] = _listed([_pictures(r.request.multi_modal_data[name]) for r in rows],
-                                      as_list)  # fmt: skip
+            arguments[name] = _listed(
+                [_pictures(r.request.multi_modal_data[name]) for r in rows], as_list
+            )
         if "callback_on_step_end" in self._parameters:
             arguments["callback_on_step_end"] = self._step_callback(batch)
         torch.manual_seed(rows[0].seed)  # pipelines that draw from global state stay reproducible
@@ -123,8 +133,10 @@ class DiffusersRequestPipeline:
 
     def _outputs(self, batch: DiffusionRequestBatch, made: list[Any]) -> list[DiffusionOutput]:
         remaining = iter(made)
-        return [self._output(r, [next(remaining) for _ in range(r.num_outputs)], batch)
-                for r in batch.requests]  # fmt: skip
+        return [
+            self._output(r, [next(remaining) for _ in range(r.num_outputs)], batch)
+            for r in batch.requests
+        ]
 
     def _output(
         self, request: DiffusionRequest, made: list[Any], batch: DiffusionRequestBatch

@@ -7,6 +7,7 @@ A long forward in the main thread delays neither a heartbeat nor an abort. When 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -70,7 +71,7 @@ class EngineLink(threading.Thread):
             poller.register(source, zmq.POLLIN)
         next_beat = 0.0
         while True:
-            ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
+            ready = dict(poller.poll(math.ceil(max(0.0, next_beat - time.monotonic()) * 1000)))
             if _STDIN in ready and not os.read(_STDIN, 4096):
                 os._exit(0)
             if self._engine in ready:

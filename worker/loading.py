@@ -38,8 +38,9 @@ def load_pipeline(spec: WorkerSpec) -> Any:
     dtype = resolve_dtype(arguments["dtype"], spec.device)
     if not issubclass(cls, diffusers.DiffusionPipeline):
         check_request_contract(cls)
-        context = LoadContext(spec.model, spec.device, dtype,
-                              arguments["revision"], arguments["variant"])  # fmt: skip
+        context = LoadContext(
+            spec.model, spec.device, dtype, arguments["revision"], arguments["variant"]
+        )
         return cls.load(context)
     pipe = _from_pretrained(cls, spec, dtype)
     pipe.set_progress_bar_config(disable=True)
@@ -69,10 +70,11 @@ def find_pipeline_class(spec: WorkerSpec) -> type[Any]:
     close = nearest(name, known)
     raise ModelLoadError(
         f"diffusers {diffusers.__version__} has no pipeline class {name!r}",
-        field="model_index.json:_class_name", value=name,
+        field="model_index.json:_class_name",
+        value=name,
         expected="a pipeline class of diffusers, or one named by the stage's pipeline setting",
         hint=f"Did you mean {close!r}?" if close else "Set pipeline: 'module:Class' for your own.",
-    )  # fmt: skip
+    )
 
 
 def _class_name_of_model(spec: WorkerSpec) -> str:
@@ -86,10 +88,12 @@ def _class_name_of_model(spec: WorkerSpec) -> str:
     if isinstance(name, str):
         return name
     raise ModelLoadError(
-        "model_index.json names no pipeline class", field="model_index.json:_class_name",
-        value=name, expected="the name of a diffusers pipeline class",
+        "model_index.json names no pipeline class",
+        field="model_index.json:_class_name",
+        value=name,
+        expected="the name of a diffusers pipeline class",
         hint="Set the stage's pipeline: 'module:Class' if the model brings its own code.",
-    )  # fmt: skip
+    )
 
 
 def _named_class(named: str) -> type[Any]:
@@ -98,24 +102,33 @@ def _named_class(named: str) -> type[Any]:
         try:
             found = getattr(importlib.import_module(module_name), class_name)
         except ImportError as error:
-            raise ModelLoadError(f"can't import the module of pipeline {named!r}: {error}",
-                                 field="pipeline", value=named,
-                                 expected="an importable 'module:Class'") from None  # fmt: skip
+            raise ModelLoadError(
+                f"can't import the module of pipeline {named!r}: {error}",
+                field="pipeline",
+                value=named,
+                expected="an importable 'module:Class'",
+            ) from None
         except AttributeError:
-            raise ModelLoadError(f"module {module_name!r} has no class {class_name!r}",
-                                 field="pipeline", value=named,
-                                 expected="an importable 'module:Class'") from None  # fmt: skip
+            raise ModelLoadError(
+                f"module {module_name!r} has no class {class_name!r}",
+                field="pipeline",
+                value=named,
+                expected="an importable 'module:Class'",
+            ) from None
     else:
         points = entry_points(group=ENTRY_POINT_GROUP)
         if named not in points.names:
             raise ModelLoadError(
-                f"no installed package offers a pipeline named {named!r}", field="pipeline",
-                value=named, expected=", ".join(sorted(points.names)) or "'module:Class'",
-            )  # fmt: skip
+                f"no installed package offers a pipeline named {named!r}",
+                field="pipeline",
+                value=named,
+                expected=", ".join(sorted(points.names)) or "'module:Class'",
+            )
         found = points[named].load()
     if not isinstance(found, type):
-        raise PipelineContractError(f"{named!r} is not a class", field="pipeline", value=named,
-                                    expected="a class")  # fmt: skip
+        raise PipelineContractError(
+            f"{named!r} is not a class", field="pipeline", value=named, expected="a class"
+        )
     return found
 
 
@@ -141,9 +154,11 @@ def _cannot_load(spec: WorkerSpec, error: Exception) -> ModelLoadError:
         hint = "A hub id needs network access (and HF_TOKEN for gated models) or a filled cache."
     return ModelLoadError(
         f"can't load model {spec.model!r}: {type(error).__name__}: {error}",
-        field="model", value=spec.model,
-        expected="a local diffusers folder or a hub id, with safetensors weights", hint=hint,
-    )  # fmt: skip
+        field="model",
+        value=spec.model,
+        expected="a local diffusers folder or a hub id, with safetensors weights",
+        hint=hint,
+    )
 
 
 def parameter_bytes(pipe: Any) -> int:

@@ -143,15 +143,17 @@ def count_targets(path: Path) -> int:
         raise ModelLoadError(f"can't read adapter file: {error}", value=path.name) from None
     if not targets:
         raise ModelLoadError(
-            "the adapter file holds no LoRA weights", value=path.name,
+            "the adapter file holds no LoRA weights",
+            value=path.name,
             expected="a safetensors file with lora_A/lora_B (or lora_down/lora_up) weights",
-        )  # fmt: skip
+        )
     return len(targets)
 
 
 def _unusable(adapter: Adapter, reason: str) -> ModelLoadError:
     return ModelLoadError(
         f"adapter {adapter.name!r} can't be used with this model: {reason}",
-        field="lora_modules", value=adapter.name,
+        field="lora_modules",
+        value=adapter.name,
         expected="LoRA weights of which every layer matches the model",
-    )  # fmt: skip
+    )

@@ -1,7 +1,7 @@
 """A worker process: one device, one pipeline; ``python -m omni_engine.worker.process``.
 
-The engine writes a length-prefixed ``WorkerSpec`` to standard input and keeps the pipe open: its end
-tells the worker that the engine is gone.
+The engine writes a length-prefixed ``WorkerSpec`` to standard input and keeps the pipe open: its
+end tells the worker that the engine is gone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def main() -> int:
     )  # Ctrl-C reaches the whole group; the engine decides
     spec = WorkerSpec.from_wire(_read_spec())
     logging.basicConfig(
-        level=os.environ.get("OMNI_ENGINE_LOG_LEVEL", "INFO"), stream=sys.stderr,
+        level=os.environ.get("OMNI_ENGINE_LOG_LEVEL", "INFO"),
+        stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s {spec.worker_id} %(name)s: %(message)s",
-    )  # fmt: skip
+    )
     aborts = AbortFlags()
     link = EngineLink(spec.endpoint, spec.worker_id, aborts)
     link.start()
@@ -81,8 +82,9 @@ def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
         raise
     except Exception as error:  # boundary: the process; whatever loading raises, the engine is told
         logger.exception("loading failed")
-        raise ModelLoadError(f"loading failed: {type(error).__name__}: {error}",
-                             field="model", value=spec.model) from None  # fmt: skip
+        raise ModelLoadError(
+            f"loading failed: {type(error).__name__}: {error}", field="model", value=spec.model
+        ) from None
     load_ms = (time.perf_counter() - started) * 1000
     logger.info("ready in %.1f s", load_ms / 1000)
     link.send({"type": plans.READY, "load_ms": load_ms, **ready})
@@ -125,11 +127,16 @@ def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
     found = {name: getattr(pipeline, name) for name in names if hasattr(pipeline, name)}
     found = {k: frozenset(v) if isinstance(v, set | list | tuple) else v for k, v in found.items()}
     batched = bool(found.get("supports_request_batch", False))
-    note = "the pipeline's own forward(batch)" if batched else (
-        "request by request: the pipeline does not declare supports_request_batch"
-    )  # fmt: skip
-    defaults = {"pipeline": type(pipeline).__name__, "batching_note": note,
-                "supports_lora": hasattr(pipeline, "load_lora_weights")}  # fmt: skip
+    note = (
+        "the pipeline's own forward(batch)"
+        if batched
+        else ("request by request: the pipeline does not declare supports_request_batch")
+    )
+    defaults = {
+        "pipeline": type(pipeline).__name__,
+        "batching_note": note,
+        "supports_lora": hasattr(pipeline, "load_lora_weights"),
+    }
     return PipelineCapabilities(**{**defaults, **found})
 
 

@@ -62,9 +62,13 @@ class RequestRunner:
             return [self._run_alone(members[0])]
         try:
             return self._forward(members)
-        except Exception as error:  # boundary: one batch
-            logger.warning("a batch of %d failed (%s: %s); its members are run alone",
-                           len(members), type(error).__name__, error)  # fmt: skip
+        except Exception as error:  # noqa: BLE001  # boundary: one batch
+            logger.warning(
+                "a batch of %d failed (%s: %s); its members are run alone",
+                len(members),
+                type(error).__name__,
+                error,
+            )
         return [self._run_alone(member) for member in members]
 
     def _run_alone(self, request: DiffusionRequest) -> DiffusionOutput:

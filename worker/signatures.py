@@ -11,12 +11,29 @@ from omni_engine.protocol.requests import SAMPLING_FIELDS
 _ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
 """Sampling fields that the engine serves for every pipeline."""
 
-_SET_BY_ENGINE = frozenset({
-    "self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt",
-    "num_videos_per_prompt", "callback_on_step_end", "callback_on_step_end_tensor_inputs",
-    "callback", "callback_steps", "image", "mask_image", "control_image", "latents", "eta",
-    "args", "kwargs", "timesteps",
-})  # fmt: skip
+_SET_BY_ENGINE = frozenset(
+    {
+        "self",
+        "prompt",
+        "generator",
+        "output_type",
+        "return_dict",
+        "num_images_per_prompt",
+        "num_videos_per_prompt",
+        "callback_on_step_end",
+        "callback_on_step_end_tensor_inputs",
+        "callback",
+        "callback_steps",
+        "image",
+        "mask_image",
+        "control_image",
+        "latents",
+        "eta",
+        "args",
+        "kwargs",
+        "timesteps",
+    }
+)
 """Call parameters that can't be given through ``extra_args``."""
 
 _PER_REQUEST = frozenset({"seed", "num_outputs_per_prompt", "negative_prompt"})
@@ -41,7 +58,8 @@ def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
     return PipelineCapabilities(
         pipeline=type(pipe).__name__,
         supports_request_batch=list_call,
-        batching_note="one list call per batch (this family is exact that way)" if list_call
+        batching_note="one list call per batch (this family is exact that way)"
+        if list_call
         else "request by request: no exact batched call is known for this pipeline class",
         sampling_fields=frozenset(fields),
         extra_args=frozenset(filter(_is_extra, parameters)),
@@ -52,7 +70,7 @@ def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
         size_multiple=size_multiple(pipe),
         supports_lora="lora_request" in fields,
         makes_video="num_frames" in parameters,
-    )  # fmt: skip
+    )
 
 
 def size_multiple(pipe: Any) -> int:
@@ -65,7 +83,7 @@ def size_multiple(pipe: Any) -> int:
 
 
 def _is_extra(name: str) -> bool:
-    """Whether a call parameter may be given through ``extra_args``; embeddings stand for prompts."""
+    """Whether ``extra_args`` may give a call parameter; embeddings would stand for prompts."""
     set_here = SAMPLING_FIELDS | _SET_BY_ENGINE
     return name not in set_here and not name.endswith(("_embeds", "_embeds_mask"))
 
