@@ -6,6 +6,7 @@ the protocol; messages are for people and may change.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -197,10 +198,41 @@ def _subclasses(cls: type[OmniError]) -> list[type[OmniError]]:
 _BY_CODE: dict[str, type[OmniError]] = {cls.code: cls for cls in _subclasses(OmniError)}
 
 
+class _BoundedRepr(reprlib.Repr):
+    """``repr`` that costs the same for any value: a hostile one may be huge or deeply nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 6
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 50
+        self.maxstring = self.maxother = self.maxlong = _MAX_VALUE_CHARS
+
+    def repr_int(self, value: int, level: int) -> str:
+        bits = value.bit_length()
+        return repr(value) if bits <= 512 else f"an integer of {bits} bits"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[:_MAX_VALUE_CHARS])
+
+    def repr_ndarray(self, value: Any, level: int) -> str:
+        return f"array of shape {value.shape}, dtype {value.dtype}"
+
+    def repr_TensorData(self, value: Any, level: int) -> str:  # noqa: N802 (dispatch by type name)
+        return self.repr_ndarray(value, level)
+
+
+_bounded = _BoundedRepr()
+
+
 def shorten(value: object) -> str:
-    """Return ``repr(value)``, at most 200 characters long."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
+    """Return a text as it is and anything else as its ``repr``, at most 200 characters long.
+
+    Never raises and never takes long, whatever the value.
+    """
+    text = value if isinstance(value, str) else _bounded.repr(value)
+    if len(text) > _MAX_VALUE_CHARS:
+        text = text[: _MAX_VALUE_CHARS - 1] + "…"
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates can't be sent
 
 
 def nearest(
@@ -209,6 +241,8 @@ def nearest(
     """Return the known name closest to ``name``, or None if none is close."""
     from difflib import get_close_matches
 
+    if len(name) > _MAX_VALUE_CHARS:
+        return None
     found = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return found[0] if found else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -10,10 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from omni_engine.protocol.errors import InvalidRequestError, UnknownFieldError, nearest
-from omni_engine.protocol.tensors import TensorData
+from omni_engine.protocol.errors import (
+    InvalidRequestError,
+    UnknownFieldError,
+    nearest,
+    shorten,
+)
+from omni_engine.protocol.tensors import ITEM_SIZES, TensorData
 
 MAX_NESTING = 16
+MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +49,10 @@ class FieldRule:
 
 def describe(value: object) -> str:
     """Return a short text for a rejected value that also tells its type where that matters."""
-    if isinstance(value, np.ndarray):
-        return f"array of shape {value.shape}, dtype {value.dtype}"
-    return f"{value!r} ({type(value).__name__})"
+    if isinstance(value, np.ndarray | TensorData):
+        return shorten(value)
+    text = repr(value[:MAX_SHOWN_CHARS]) if isinstance(value, str) else shorten(value)
+    return f"{shorten(text)} ({type(value).__name__})"
 
 
 def _integer(value: object) -> int:
@@ -93,8 +101,7 @@ def text() -> FieldRule:
     def normalise(value: object) -> str:
         if not isinstance(value, str):
             raise TypeError
-        value.encode("utf-8")
-        return value
+        return _unicode(value)
 
     return FieldRule(normalise, "a string of valid Unicode text")
 
@@ -116,7 +123,8 @@ def number_list(low: float, high: float, max_length: int) -> FieldRule:
     def normalise(value: object) -> tuple[float, ...]:
         if isinstance(value, str | bytes | Mapping):
             raise TypeError
-        items = tuple(_number(item) for item in value)  # type: ignore[attr-defined]
+        few = itertools.islice(value, max_length + 1)  # type: ignore[call-overload]
+        items: tuple[float, ...] = tuple(_number(item) for item in few)
         if not 1 <= len(items) <= max_length or any(not low <= item <= high for item in items):
             raise ValueError
         return items
@@ -126,38 +134,67 @@ def number_list(low: float, high: float, max_length: int) -> FieldRule:
     )
 
 
-def plain_mapping() -> FieldRule:
-    """A dict of string keys to plain values: None, bool, numbers, str, bytes, arrays, nested."""
+def plain_mapping(where: str) -> FieldRule:
+    """A dict of string keys to plain values (None, bool, int, float, str, bytes, arrays, nested).
+
+    Args:
+        where: the field's name, for errors that name one of its entries.
+    """
+    expected = (
+        "None, booleans, 64-bit integers, finite numbers, Unicode text, bytes, arrays, and lists "
+        f"and dicts of these, nested at most {MAX_NESTING} deep"
+    )
 
     def normalise(value: object) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise TypeError
-        return {_key(key): _plain(item, 1) for key, item in value.items()}
+        return {_key(key): entry(str(key), item) for key, item in value.items()}
 
-    return FieldRule(
-        normalise, f"a dict of names to plain values or arrays, nested at most {MAX_NESTING} deep"
-    )
+    def entry(key: str, item: object) -> Any:
+        rule = FieldRule(lambda item: _plain(item, 1), expected)
+        return rule.apply(f"{where}.{shorten(key)}", item)
+
+    return FieldRule(normalise, "a dict of names to plain values or arrays")
 
 
 def _key(key: object) -> str:
     if not isinstance(key, str):
         raise TypeError
-    return key
+    return _unicode(key)
+
+
+def _unicode(value: str) -> str:
+    value.encode("utf-8")  # lone surrogates raise, a ValueError
+    return value
 
 
 def _plain(value: object, depth: int) -> Any:
+    """Return a value as the codec can carry it.
+
+    Raises:
+        ValueError, TypeError, OverflowError: if it can't.
+    """
     if depth > MAX_NESTING:
         raise ValueError
-    if value is None or isinstance(value, bool | int | str | bytes | np.ndarray | TensorData):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
+    match value:
+        case None | bool() | bytes() | TensorData():
+            return value
+        case str():
+            return _unicode(value)
+        case np.ndarray():
+            if value.dtype.name not in ITEM_SIZES:
+                raise TypeError
+            return value.astype(value.dtype.newbyteorder("<"), copy=False)
+        case numbers.Integral():
+            if not -(2**63) <= (number := int(value)) < 2**64:
+                raise OverflowError
+            return number
+        case numbers.Real():
+            return _number(value)
+        case Mapping():
+            return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, depth + 1) for item in value]
     raise TypeError
 
 
@@ -179,7 +216,7 @@ def refuse_unknown(given: Mapping[str, object], known: frozenset[str], where: st
 
 def unknown_field(key: str, known: frozenset[str], where: str, what: str = "field") -> Exception:
     """Build the error for an unknown key, naming the nearest known one and all allowed ones."""
-    close = nearest(key, known)
+    close, key = nearest(key, known), shorten(key)
     return UnknownFieldError(
         f"unknown {what} {key!r}",
         field=f"{where}.{key}" if where else key,

@@ -91,7 +91,7 @@ _RULES: dict[str, FieldRule] = {
     "max_sequence_length": fields.integer(1, 2**31 - 1),
     "output_type": fields.one_of(*OUTPUT_TYPES),
     "lora_request": FieldRule(_lora_request, "a LoRARequest or a dict with 'name' and 'scale'"),
-    "extra_args": fields.plain_mapping(),
+    "extra_args": fields.plain_mapping("extra_args"),
 }
 
 
