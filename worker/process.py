@@ -102,6 +102,8 @@ def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
+        if not logger.isEnabledFor(logging.INFO):
+            library.set_verbosity_error()
     pipe = load_pipeline(spec)
     if isinstance(pipe, diffusers.DiffusionPipeline) and not hasattr(pipe, "forward"):
         pipeline: Any = DiffusersRequestPipeline(pipe, aborts)

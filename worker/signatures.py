@@ -54,7 +54,7 @@ def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
     if _ignores_guidance_scale(pipe, fields):
         fields -= {"guidance_scale"}
     inputs = [name for name in _INPUTS if name in parameters]
-    required = [n for n in inputs if parameters[n].default is inspect.Parameter.empty]
+    required = [name for name in inputs if _is_required(name, parameters)]
     return PipelineCapabilities(
         pipeline=type(pipe).__name__,
         supports_request_batch=list_call,
@@ -80,6 +80,15 @@ def size_multiple(pipe: Any) -> int:
         if config is not None and getattr(config, "vae_scale_factor", None):
             return int(config.vae_scale_factor)
     return 1
+
+
+def _is_required(name: str, parameters: Any) -> bool:
+    """Image-to-image and inpainting pipelines default their pictures to None, but can't do without.
+
+    They are known by ``strength``, which makes no sense without a picture to start from.
+    """
+    starts_from_picture = "strength" in parameters and name in ("image", "mask_image")
+    return starts_from_picture or parameters[name].default is inspect.Parameter.empty
 
 
 def _is_extra(name: str) -> bool:
