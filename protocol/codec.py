@@ -20,6 +20,7 @@ from omni_engine.protocol.tensors import ITEM_SIZES, TensorData
 EXT_BUFFER = 1
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_FRAMES = 4096
+MAX_DIMENSIONS = 32
 
 Frame = bytes | bytearray | memoryview
 
@@ -37,20 +38,22 @@ def encode(message: dict[str, Any]) -> list[Any]:
 
     def reference(value: object) -> msgpack.ExtType:
         if isinstance(value, np.ndarray):
-            array = np.ascontiguousarray(value)
-            dtype, shape, data = array.dtype.name, array.shape, array.reshape(-1).view(np.uint8)
-            if array.dtype.byteorder == ">":
-                raise TypeError("big-endian arrays have no place on the wire")
+            array, dtype, shape = value, value.dtype.name, value.shape
         elif isinstance(value, TensorData):
-            dtype, shape, data = value.dtype, value.shape, value.data
+            array, dtype, shape = np.asarray(memoryview(value.data)), value.dtype, value.shape
         else:
             raise TypeError(f"{type(value).__name__} has no place on the wire")
-        if dtype not in ITEM_SIZES:
-            raise TypeError(f"dtype {dtype} has no place on the wire")
-        buffers.append(data)
+        if dtype not in ITEM_SIZES or array.dtype.newbyteorder("<") != array.dtype:
+            raise TypeError(f"dtype {dtype} ({array.dtype.str}) has no place on the wire")
+        if len(shape) > MAX_DIMENSIONS:
+            raise TypeError(f"an array of {len(shape)} dimensions has no place on the wire")
+        buffers.append(np.asarray(array, order="C").reshape(-1).view(np.uint8))
         return msgpack.ExtType(EXT_BUFFER, msgpack.packb([len(buffers) - 1, dtype, list(shape)]))
 
-    header: bytes = msgpack.packb(message, default=reference)
+    try:
+        header: bytes = msgpack.packb(message, default=reference)
+    except (ValueError, OverflowError) as error:  # bad text, nesting, large integers
+        raise TypeError(f"a value has no place on the wire: {error}") from None
     return [header, *buffers]
 
 
@@ -65,7 +68,7 @@ def decode(frames: Sequence[Any], max_message_bytes: int | None = None) -> dict[
         MessageTooLargeError: if the frames are larger in sum than allowed.
         MalformedMessageError: if anything else is wrong with them.
     """
-    views = [memoryview(getattr(frame, "buffer", frame)) for frame in frames]
+    views = [_view(frame).toreadonly() for frame in frames]
     _check_sizes(views, max_message_bytes)
     unread = dict(enumerate(views[1:]))
 
@@ -108,7 +111,11 @@ def decode(frames: Sequence[Any], max_message_bytes: int | None = None) -> dict[
 
 def message_bytes(frames: Sequence[Any]) -> int:
     """Return the summed size of a message's frames."""
-    return sum(memoryview(getattr(frame, "buffer", frame)).nbytes for frame in frames)
+    return sum(_view(frame).nbytes for frame in frames)
+
+
+def _view(frame: Any) -> memoryview:
+    return memoryview(getattr(frame, "buffer", frame))
 
 
 def _check_sizes(views: list[memoryview], max_message_bytes: int | None) -> None:
@@ -140,7 +147,7 @@ def _check_sizes(views: list[memoryview], max_message_bytes: int | None) -> None
 
 def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
     match reference:
-        case [int(index), str(dtype), list(shape)] if index in unread:
+        case [index, str(dtype), list(shape)] if type(index) is int and index in unread:
             pass
         case _:
             raise MalformedMessageError(
@@ -149,12 +156,16 @@ def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
                 value=reference,
                 expected="[index, dtype, shape]",
             )
-    if dtype not in ITEM_SIZES or not all(isinstance(n, int) and 0 <= n < 2**40 for n in shape):
+    if (
+        dtype not in ITEM_SIZES
+        or len(shape) > MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    ):
         raise MalformedMessageError(
             "a buffer's dtype or shape is unknown",
             field="header",
             value=reference,
-            expected=", ".join(ITEM_SIZES),
+            expected=f"at most {MAX_DIMENSIONS} dimensions of one of {', '.join(ITEM_SIZES)}",
         )
     view = unread.pop(index)
     if math.prod(shape) * ITEM_SIZES[dtype] != view.nbytes:
@@ -166,4 +177,8 @@ def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
         )
     if dtype == "bfloat16":
         return TensorData(dtype, tuple(shape), view)
+    if dtype == "bool" and np.any(np.frombuffer(view, np.uint8) > 1):
+        raise MalformedMessageError(
+            "a boolean array holds other bytes than 0 and 1", field=f"frames[{index + 1}]"
+        )
     return np.frombuffer(view, dtype=dtype).reshape(shape)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 _MAX_VALUE_CHARS = 200
+_MAX_TEXT_CHARS = 4000
 
 
 class OmniError(Exception):
@@ -58,10 +59,12 @@ class OmniError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """Return the error as a msgpack-able dict; fields that are not set are left out."""
-        wire: dict[str, Any] = {"code": self.code, "message": self.message}
-        for name in ("field", "value", "expected", "hint", "retry_after_ms"):
+        wire: dict[str, Any] = {"code": self.code}
+        for name in ("message", "field", "value", "expected", "hint"):
             if (item := getattr(self, name)) is not None:
-                wire[name] = item
+                wire[name] = shorten(item, _MAX_TEXT_CHARS)
+        if self.retry_after_ms is not None:
+            wire["retry_after_ms"] = float(self.retry_after_ms)
         return wire
 
 
@@ -224,14 +227,14 @@ class _BoundedRepr(reprlib.Repr):
 _bounded = _BoundedRepr()
 
 
-def shorten(value: object) -> str:
-    """Return a text as it is and anything else as its ``repr``, at most 200 characters long.
+def shorten(value: object, max_chars: int = _MAX_VALUE_CHARS) -> str:
+    """Return a text as it is and anything else as its ``repr``, cut to ``max_chars`` characters.
 
     Never raises and never takes long, whatever the value.
     """
     text = value if isinstance(value, str) else _bounded.repr(value)
-    if len(text) > _MAX_VALUE_CHARS:
-        text = text[: _MAX_VALUE_CHARS - 1] + "…"
+    if len(text) > max_chars:
+        text = text[: max_chars - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates can't be sent
 
 

@@ -95,15 +95,18 @@ def number(low: float, high: float = math.inf) -> FieldRule:
     return FieldRule(normalise, f"a finite number {bound}")
 
 
-def text() -> FieldRule:
+def text(max_chars: int | None = None) -> FieldRule:
     """A string that can be written as UTF-8."""
 
     def normalise(value: object) -> str:
         if not isinstance(value, str):
             raise TypeError
+        if max_chars is not None and len(value) > max_chars:
+            raise ValueError
         return _unicode(value)
 
-    return FieldRule(normalise, "a string of valid Unicode text")
+    bound = "" if max_chars is None else f", at most {max_chars} characters"
+    return FieldRule(normalise, f"a string of valid Unicode text{bound}")
 
 
 def one_of(*choices: str) -> FieldRule:

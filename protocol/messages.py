@@ -11,13 +11,14 @@ from typing import Any
 
 import msgpack
 
+from omni_engine.protocol import codec
 from omni_engine.protocol.errors import (
     InvalidRequestError,
     MalformedMessageError,
     OmniError,
     ProtocolVersionError,
 )
-from omni_engine.protocol.fields import describe, refuse_unknown
+from omni_engine.protocol.fields import describe, refuse_unknown, text
 
 PROTOCOL_VERSION = 1
 
@@ -51,6 +52,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 }
 _COMMON = frozenset({"v", "type", "id"})
 MAX_REQUESTS_PER_MESSAGE = 4096
+MAX_CLIENT_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +75,32 @@ def engine_message(kind: str, reply_to: int | None = None, **body: Any) -> dict[
 
 
 def error_message(
-    error: OmniError, reply_to: int | None = None, request_id: str | None = None
+    error: OmniError,
+    reply_to: int | None = None,
+    request_id: str | None = None,
+    request_index: int | None = None,
 ) -> dict[str, Any]:
-    """Build the answer to a message, or to one of its requests, that can't be served."""
-    return engine_message(ERROR, reply_to, request_id=request_id, error=error.to_wire())
+    """Build the answer to a message, or to one of its requests, that can't be served.
+
+    Args:
+        error: why.
+        reply_to: the message's id.
+        request_id: the request's id, where it has one.
+        request_index: the request's place in its submit message.
+    """
+    return engine_message(
+        ERROR, reply_to, request_id=request_id, request_index=request_index, error=error.to_wire()
+    )
 
 
 def check_version(message: Mapping[str, Any]) -> None:
     """Raise ``ProtocolVersionError`` unless the message speaks this version."""
     version = message.get("v")
-    if version != PROTOCOL_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             "the two sides speak different protocol versions",
             field="v",
-            value=repr(version),
+            value=describe(version),
             expected=f"{PROTOCOL_VERSION}",
             hint="Install the same omni-engine version on both sides.",
         )
@@ -118,6 +132,8 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
         )
     refuse_unknown(message, _FIELDS[kind] | _COMMON, "")
     body = {name: message.get(name) for name in _FIELDS[kind]}
+    if kind == HELLO and body["client"] is not None:
+        body["client"] = text(MAX_CLIENT_CHARS).apply("client", body["client"])
     if kind == SUBMIT:
         _check_list(body["requests"], "requests", Mapping, "request maps")
     if kind == ABORT:
@@ -126,14 +142,21 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
 
 
 def salvage_id(frames: Sequence[Any]) -> int | None:
-    """Return the message id of a message whose text is not UTF-8, if it can be found."""
+    """Return the message id of a message that can't be decoded, if it can be found at all."""
+    if not frames or codec.message_bytes(frames[:1]) > codec.MAX_HEADER_BYTES:
+        return None
     try:
         header = msgpack.unpackb(
             memoryview(getattr(frames[0], "buffer", frames[0])), unicode_errors="replace"
         )
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+    except (ValueError, TypeError, msgpack.UnpackException):
         return None
-    found = header.get("id") if isinstance(header, dict) else None
+    return message_id(header) if isinstance(header, dict) else None
+
+
+def message_id(message: Mapping[Any, Any]) -> int | None:
+    """Return a message's id, or None if it has none that is acceptable."""
+    found = message.get("id")
     return found if _is_id(found) else None
 
 
@@ -150,6 +173,6 @@ def _check_list(value: object, field: str, item: type, what: str) -> None:
         raise InvalidRequestError(
             f"{field} is not acceptable",
             field=field,
-            value=describe(value)[:200],
+            value=describe(value),
             expected=f"a list of 1 to {MAX_REQUESTS_PER_MESSAGE} {what}",
         )

@@ -18,6 +18,7 @@ from omni_engine.protocol.tensors import TensorData
 
 MAX_SEED = 2**63 - 1
 MAX_REQUEST_ID_CHARS = 200
+MAX_NAME_CHARS = 1000
 SCALE_DIGITS = 4
 
 OUTPUT_TYPES = ("np", "latent")
@@ -44,13 +45,14 @@ class LoRARequest:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME_CHARS:
             raise InvalidRequestError(
                 "an adapter is named by a string",
                 field="lora_request.name",
                 value=describe(self.name),
                 expected="a registered adapter's name",
             )
+        fields.text().apply("lora_request.name", self.name)
         if self.scale is not None:
             scale = fields.number(-100, 100).apply("lora_request.scale", self.scale)
             object.__setattr__(self, "scale", canonical_scale(scale))
@@ -260,13 +262,14 @@ class DiffusionRequest:
                 expected="a map of fields",
             )
         refuse_unknown(wire, _REQUEST_FIELDS, "")
+        params, detached = wire.get("sampling_params"), wire.get("detached")
         return build_request(
             wire.get("prompt"),
-            OmniDiffusionSamplingParams.from_mapping(wire.get("sampling_params") or {}),
+            None if params is None else OmniDiffusionSamplingParams.from_mapping(params),
             request_id=wire.get("request_id"),
             model=wire.get("model"),
-            detached=wire.get("detached", False),
-            multi_modal_data=wire.get("multi_modal_data") or {},
+            detached=False if detached is None else detached,
+            multi_modal_data=wire.get("multi_modal_data"),
         )
 
 
@@ -303,7 +306,7 @@ def build_request(
         refuse_unknown(prompt, _PROMPT_FIELDS, "prompt")
         if prompt.get("negative_prompt") is not None:
             params = dataclasses.replace(params, negative_prompt=prompt["negative_prompt"])
-        multi_modal_data = prompt.get("multi_modal_data") or multi_modal_data
+        multi_modal_data = _only_one(prompt.get("multi_modal_data"), multi_modal_data)
         prompt = prompt.get("prompt")
     if detached is not True and detached is not False:
         raise InvalidRequestError(
@@ -316,10 +319,21 @@ def build_request(
         request_id=_checked_id(request_id),
         prompt=_checked_prompt(prompt),
         sampling_params=params,
-        multi_modal_data=_checked_inputs(multi_modal_data or {}),
-        model=None if model is None else fields.text().apply("model", model),
+        multi_modal_data=_checked_inputs({} if multi_modal_data is None else multi_modal_data),
+        model=None if model is None else fields.text(MAX_NAME_CHARS).apply("model", model),
         detached=detached,
     )
+
+
+def _only_one(in_prompt: object, beside: object) -> object:
+    """Return the inputs, which may be given in the prompt or beside it."""
+    if in_prompt is not None and isinstance(beside, Mapping) and beside:
+        raise InvalidRequestError(
+            "multi_modal_data is given twice",
+            field="multi_modal_data",
+            expected="inputs in the prompt's map or beside it, not both",
+        )
+    return beside if in_prompt is None else in_prompt
 
 
 def _checked_id(request_id: object) -> str:
