@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -37,10 +38,11 @@ from omni_engine.protocol.errors import (
     QueueFullError,
     UnknownModelError,
     nearest,
+    shorten,
 )
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import WorkerSpec
-from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.requests import DiffusionRequest, presentable_id
 from omni_engine.stages.config import DeployConfig
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,20 @@ _HARD_FRAME_FACTOR = 8
 
 @dataclass(slots=True)
 class Client:
-    """A connected client: it listens to its own requests."""
+    """A connected client: it listens to its own requests.
+
+    Attributes:
+        identity: the socket's, drawn anew by ZeroMQ for every connection.
+        server: sends its messages.
+        last_seen: seconds, monotonic.
+        session: told to the client, which sees by a change that the engine has forgotten it.
+        request_ids: live requests that end with it.
+    """
 
     identity: bytes
     server: EngineServer
     last_seen: float
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
     request_ids: set[str] = field(default_factory=set)
 
     def on_status(self, request_id: str, status: RequestStatus) -> None:
@@ -202,8 +213,7 @@ class EngineServer:
         reply_to: int | None = None
         try:
             message = codec.decode(frames[1:], self._config.limits.max_message_bytes)
-            found = message.get("id")
-            reply_to = found if isinstance(found, int) else None
+            reply_to = messages.message_id(message)
             parsed = messages.parse_client_message(message)
             self._on_client_message(client, parsed, now)
         except OmniError as error:
@@ -211,13 +221,19 @@ class EngineServer:
             if isinstance(error, MalformedMessageError) and reply_to is None:
                 reply_to = messages.salvage_id(frames[1:])
             self.send(identity, messages.error_message(error, reply_to))
+        except Exception as error:  # boundary: one message; no message may stop the loop
+            logger.exception("a message of client %s could not be handled", identity.hex())
+            self._rejected += 1
+            wrapped = OmniError(f"the engine failed on this message: {type(error).__name__}")
+            self.send(identity, messages.error_message(wrapped, reply_to))
 
     def _on_client_message(
         self, client: Client, message: messages.ClientMessage, now: float
     ) -> None:
         match message.type:
             case messages.HELLO:
-                self._reply(client, message, messages.WELCOME, **self._welcome())
+                welcome = self._welcome()
+                self._reply(client, message, messages.WELCOME, session=client.session, **welcome)
             case messages.SUBMIT:
                 self._submit(client, message, now)
             case messages.ABORT:
@@ -228,7 +244,7 @@ class EngineServer:
             case messages.WAIT_READY:
                 self._awaiting_ready.append((client.identity, message.id))
             case messages.PING:
-                self._reply(client, message, messages.PONG)
+                self._reply(client, message, messages.PONG, session=client.session)
             case messages.BYE:
                 self._drop(client, now)
 
@@ -240,9 +256,8 @@ class EngineServer:
     def _submit(self, client: Client, message: messages.ClientMessage, now: float) -> None:
         """Take in each request of a message for itself; a bad one does not touch the others."""
         accepted: list[str] = []
-        for wire in message.body["requests"]:
-            given = wire.get("request_id")
-            request_id = given if isinstance(given, str) else None
+        for index, wire in enumerate(message.body["requests"]):
+            request_id = presentable_id(wire.get("request_id"))
             try:
                 request = DiffusionRequest.from_wire(wire)
                 request_id = request.request_id
@@ -250,7 +265,8 @@ class EngineServer:
                 accepted.append(request_id)
             except OmniError as error:
                 self._rejected += 1
-                self.send(client.identity, messages.error_message(error, message.id, request_id))
+                refusal = messages.error_message(error, message.id, request_id, index)
+                self.send(client.identity, refusal)
         self._reply(client, message, messages.ACCEPTED, request_ids=accepted)
 
     def _take_in(self, client: Client, request: DiffusionRequest, now: float) -> None:
@@ -283,7 +299,7 @@ class EngineServer:
             return stage
         close = nearest(model, set(self._stages))
         raise UnknownModelError(
-            f"no stage serves model {model!r}",
+            f"no stage serves model {shorten(model)!r}",
             field="model",
             value=model,
             expected="one of " + ", ".join(self._stages),

@@ -336,15 +336,22 @@ def _only_one(in_prompt: object, beside: object) -> object:
     return beside if in_prompt is None else in_prompt
 
 
-def _checked_id(request_id: object) -> str:
-    if request_id is None:
-        return new_request_id()
+def presentable_id(request_id: object) -> str | None:
+    """Return a request id if it is one that a request may have, else None."""
     if (
         isinstance(request_id, str)
         and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
         and request_id.isprintable()
     ):
         return request_id
+    return None
+
+
+def _checked_id(request_id: object) -> str:
+    if request_id is None:
+        return new_request_id()
+    if (checked := presentable_id(request_id)) is not None:
+        return checked
     raise InvalidRequestError(
         "request_id is not acceptable",
         field="request_id",
