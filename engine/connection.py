@@ -28,6 +28,7 @@ from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import (
     DuplicateRequestError,
     EngineClosedError,
+    MalformedMessageError,
     MessageTooLargeError,
     OmniError,
     RequestTimeoutError,
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 3.0
 ENGINE_TIMEOUT_S = 15.0
 _BATCH_BYTES = 64 * 2**20
-_HEADER_ALLOWANCE = 4096
+_ENVELOPE_BYTES = 128
+"""What a message adds to its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,16 @@ class RequestHandle:
         self.status = status
         event = RequestEvent(self.request_id, status)
         self._events.put(event)
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(event)
+        except Exception:  # boundary: user code, called from the connection's thread
+            logger.exception("on_event failed for request %s", self.request_id)
 
     def finish(self, output: DiffusionOutput) -> None:
         """Record the end; called by the connection."""
-        if self.future.done():
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         kind = "aborted" if output.aborted else "error" if output.error else "completed"
         self.future.set_result(output)
@@ -144,6 +150,8 @@ class Connection:
         self._lock = threading.Lock()
         self._calls: dict[int, Future[dict[str, Any]]] = {}
         self._handles: dict[str, RequestHandle] = {}
+        self._submitted: dict[int, list[str]] = {}
+        self._session: str | None = None
         self._outbox: collections.deque[list[Any]] = collections.deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -204,9 +212,11 @@ class Connection:
         for request, handle in zip(requests, handles, strict=True):
             if self._register(request, handle):
                 fitting.append(request)
-        for chunk in _chunks(fitting):
+        for chunk in _chunks(fitting, self.welcome["max_message_bytes"]):
+            message_id = next(self._ids)
+            self._submitted[message_id] = [request.request_id for request in chunk]
             wire = [request.to_wire() for request in chunk]
-            self._send(messages.client_message(messages.SUBMIT, next(self._ids), requests=wire))
+            self._send(messages.client_message(messages.SUBMIT, message_id, requests=wire))
         return handles
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -225,18 +235,17 @@ class Connection:
 
     def _register(self, request: DiffusionRequest, handle: RequestHandle) -> bool:
         """Note a handle under its id; False if it failed already."""
-        most = self.welcome["max_message_bytes"]
-        size = _request_bytes(request)
-        if size > most:
-            handle.fail(
-                MessageTooLargeError(
-                    "the request is too large",
-                    field="message",
-                    value=f"{size} bytes",
-                    expected=f"at most {most} bytes in all",
+        for what, size, most in _sizes(request, self.welcome["max_message_bytes"]):
+            if size > most:
+                handle.fail(
+                    MessageTooLargeError(
+                        "the request is too large",
+                        field="message",
+                        value=f"{size} {what}",
+                        expected=f"at most {most} {what}",
+                    )
                 )
-            )
-            return False
+                return False
         with self._lock:
             self._check_open()
             if request.request_id not in self._handles:
@@ -305,11 +314,17 @@ class Connection:
                     message = codec.decode(frames)
                     messages.check_version(message)
                     self._on_message(message)
+                except KeyError as error:
+                    self._on_unusable(MalformedMessageError(f"the engine's message lacks {error}"))
                 except OmniError as error:
-                    logger.error("a message from the engine can't be used: %s", error)
-                    self._fail_everything(error)
+                    self._on_unusable(error)
+
+    def _on_unusable(self, error: OmniError) -> None:
+        logger.error("a message from the engine can't be used: %s", error)
+        self._fail_everything(error)
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        self._check_session(message)
         match message["type"]:
             case messages.EVENT:
                 if (handle := self._handles.get(message["request_id"])) is not None:
@@ -319,9 +334,30 @@ class Connection:
                 self._settle(output.request_id, lambda handle: handle.finish(output))
             case messages.ERROR:
                 self._on_error(message)
+            case messages.ACCEPTED:
+                self._submitted.pop(message["reply_to"], None)
             case _:
                 if (future := self._take_call(message["reply_to"])) is not None:
                     future.set_result(message)
+
+    def _check_session(self, message: dict[str, Any]) -> None:
+        """Notice that the engine is another one, or has taken this client for gone."""
+        session = message.get("session")
+        if session is None or session == self._session:
+            return
+        known, self._session = self._session, session
+        if known is None:
+            return
+        answered = self._calls.pop(message["reply_to"], None)
+        self.abort(list(self._handles))
+        self._fail_everything(
+            EngineClosedError(
+                "the connection to the engine was lost; it has forgotten what was pending",
+                hint="Submit the request again.",
+            )
+        )
+        if answered is not None:
+            self._calls[message["reply_to"]] = answered
 
     def _on_error(self, message: dict[str, Any]) -> None:
         error = error_from_wire(message["error"])
@@ -329,6 +365,9 @@ class Connection:
             self._settle(message["request_id"], lambda handle: handle.fail(error))
         elif (future := self._take_call(message["reply_to"])) is not None:
             future.set_exception(error)
+        elif (request_ids := self._submitted.pop(message["reply_to"], None)) is not None:
+            for request_id in request_ids:
+                self._settle(request_id, lambda handle: handle.fail(error))
         else:
             logger.error("the engine refused a message: %s", error)
 
@@ -339,8 +378,12 @@ class Connection:
             settle(handle)
 
     def _take_call(self, reply_to: int | None) -> Future[dict[str, Any]] | None:
+        """Return the call that waits for this answer, unless it was given up."""
         with self._lock:
-            return None if reply_to is None else self._calls.pop(reply_to, None)
+            future = None if reply_to is None else self._calls.pop(reply_to, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return None
+        return future
 
     def _check_engine(self) -> None:
         silent_s = time.monotonic() - self._last_heard
@@ -355,30 +398,44 @@ class Connection:
         with self._lock:
             calls, self._calls = self._calls, {}
             handles, self._handles = self._handles, {}
+        self._submitted.clear()
         for future in calls.values():
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
         for handle in handles.values():
             handle.fail(error)
 
 
-def _chunks(requests: Sequence[DiffusionRequest]) -> Iterator[list[DiffusionRequest]]:
-    """Split requests into messages of bounded size and count."""
+def _chunks(
+    requests: Sequence[DiffusionRequest], max_message_bytes: int
+) -> Iterator[list[DiffusionRequest]]:
+    """Split requests into messages that keep to every limit."""
+    most = min(_BATCH_BYTES, max_message_bytes)
     chunk: list[DiffusionRequest] = []
-    size = 0
+    used = 0.0
     for request in requests:
-        more = _request_bytes(request)
-        full = len(chunk) == messages.MAX_REQUESTS_PER_MESSAGE // 4 or size + more > _BATCH_BYTES
-        if chunk and full:
+        share = max(size / limit for _, size, limit in _sizes(request, most))
+        share = max(share, 4 / messages.MAX_REQUESTS_PER_MESSAGE)
+        if chunk and used + share > 1:
             yield chunk
-            chunk, size = [], 0
+            chunk, used = [], 0.0
         chunk.append(request)
-        size += more
+        used += share
     if chunk:
         yield chunk
 
 
-def _request_bytes(request: DiffusionRequest) -> int:
-    return codec.message_bytes(codec.encode(request.to_wire())) + _HEADER_ALLOWANCE
+def _sizes(
+    request: DiffusionRequest, max_message_bytes: int
+) -> tuple[tuple[str, int, int], tuple[str, int, int], tuple[str, int, int]]:
+    """Return (unit, size of a message with this request alone, most) for every limit."""
+    header, *buffers = codec.encode(request.to_wire())
+    header_bytes = len(header) + _ENVELOPE_BYTES
+    return (
+        ("bytes", header_bytes + codec.message_bytes(buffers), max_message_bytes),
+        ("bytes of text and numbers", header_bytes, codec.MAX_HEADER_BYTES),
+        ("frames", 1 + len(buffers), codec.MAX_FRAMES),
+    )
 
 
 def _duplicate(request_id: str) -> DuplicateRequestError:
