@@ -218,6 +218,7 @@ class WaitingQueue:
     def put_back(self, requests: Iterable[QueuedRequest]) -> None:
         """Add ``requests`` that were taken before, each at its old place in the arrival order."""
         touched: dict[RequestGroup, None] = {}
+        # Youngest first: each is then linked before the one linked last, without a walk.
         for request in sorted(requests, key=lambda request: request.seq, reverse=True):
             group = self._group_of(request)
             group.insert(request)

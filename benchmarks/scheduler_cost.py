@@ -1,0 +1,146 @@
+"""What the request scheduler costs per request: added, scheduled and finished, at a steady depth.
+
+    python benchmarks/scheduler_cost.py [--depths 1000 1000000] [--keys 1 100] [--requests 20000]
+
+Keeps the given number of requests waiting over the given number of keys, four requests to a batch
+at most, and times each request's whole way through, in processor time. Also prints what adding to
+the queue and aborting from it cost. The last lines say how flat the cost is over the depths; note
+that a shallow queue with many keys can't fill its batches, and a batch has a cost of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+from dataclasses import dataclass
+from time import process_time
+from typing import get_args
+
+from omni_engine.engine.batching import PolicyName
+from omni_engine.engine.scheduler import (
+    RequestScheduler,
+    RequestStatus,
+    SchedulerConfig,
+    WorkerSlot,
+)
+
+SLOT = WorkerSlot("worker-0", None)
+DONE = RequestStatus.FINISHED_COMPLETED
+
+
+@dataclass
+class Cost:
+    policy: PolicyName
+    depth: int
+    keys: int
+    batch: float
+    cycle_us: float
+    add_us: float
+    abort_us: float
+
+
+class Load:
+    """A scheduler held at a constant number of waiting requests with random keys."""
+
+    def __init__(self, policy: PolicyName, keys: int, seed: int = 0) -> None:
+        self.scheduler = RequestScheduler(SchedulerConfig(policy=policy, max_skip_ms=1e9))
+        self.rng = random.Random(seed)
+        self.keys = [("shape", number) for number in range(keys)]
+        self.adapters = [None, *(f"adapter-{number}" for number in range(7))]
+        self.serial = 0
+
+    def draw(self, count: int) -> list[tuple[str, tuple[str, int], str | None]]:
+        """Prepare ``count`` arrivals, so that drawing them isn't timed."""
+        arrivals = []
+        for serial in range(self.serial, self.serial + count):
+            key = self.keys[int(self.rng.random() * len(self.keys))]
+            adapter = self.adapters[key[1] % len(self.adapters)]
+            arrivals.append((f"request-{serial}", key, adapter))
+        self.serial += count
+        return arrivals
+
+    def add(self, arrivals: list[tuple[str, tuple[str, int], str | None]]) -> float:
+        start = process_time()
+        for request_id, key, adapter in arrivals:
+            self.scheduler.add(request_id, key=key, adapter=adapter, now=0.0)
+        return process_time() - start
+
+    def cycle(self, arrivals: list[tuple[str, tuple[str, int], str | None]]) -> tuple[float, int]:
+        """Run as many requests as arrive; return the seconds it took and the number of batches."""
+        scheduler, slots, batches = self.scheduler, [SLOT], 0
+        incoming = iter(arrivals)
+        left = len(arrivals)
+        start = process_time()
+        while left > 0:
+            [batch] = scheduler.schedule(slots, 0.0)
+            for request_id in batch.request_ids:
+                scheduler.finish(request_id, DONE, 0.0)
+            batches += 1
+            left -= len(batch.request_ids)
+            for _ in batch.request_ids:
+                if (arrival := next(incoming, None)) is None:
+                    break
+                scheduler.add(arrival[0], key=arrival[1], adapter=arrival[2], now=0.0)
+        return process_time() - start, batches
+
+    def abort(self, request_ids: list[str]) -> float:
+        start = process_time()
+        for request_id in request_ids:
+            self.scheduler.abort(request_id, 0.0)
+        return process_time() - start
+
+
+def measure(policy: PolicyName, depth: int, keys: int, requests: int, repeats: int) -> Cost:
+    load = Load(policy, keys)
+    prepared = load.draw(depth)
+    gc.collect()
+    add_s = load.add(prepared)
+    # A cyclic collection over the benchmark's own lists would be charged to whoever runs then.
+    del prepared
+    gc.collect()
+    rounds = [load.cycle(load.draw(requests)) for _ in range(repeats)]
+    waiting = load.scheduler.waiting_ids()
+    victims = load.rng.sample(waiting, min(len(waiting), requests))
+    abort_s = load.abort(victims)
+    return Cost(
+        policy=policy,
+        depth=depth,
+        keys=keys,
+        batch=requests * repeats / sum(batches for _, batches in rounds),
+        cycle_us=min(seconds for seconds, _ in rounds) / requests * 1e6,
+        add_us=add_s / depth * 1e6,
+        abort_us=abort_s / len(victims) * 1e6,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
+    parser.add_argument("--keys", type=int, nargs="+", default=[1, 100, 10**4])
+    parser.add_argument("--requests", type=int, default=5_000, help="per timed round")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, of which the best counts")
+    args = parser.parse_args()
+    print("policy   waiting    keys  mean batch  us/request   us/add  us/abort")
+    flat: list[str] = []
+    for policy in get_args(PolicyName):
+        for keys in args.keys:
+            costs = [
+                measure(policy, depth, keys, args.requests, args.repeats) for depth in args.depths
+            ]
+            for cost in costs:
+                print(
+                    f"{cost.policy:8} {cost.depth:7} {cost.keys:7}  {cost.batch:10.2f}"
+                    f"  {cost.cycle_us:10.2f}  {cost.add_us:7.2f}  {cost.abort_us:8.2f}",
+                    flush=True,
+                )
+            cycle = [cost.cycle_us for cost in costs]
+            flat.append(
+                f"{policy}, {keys} keys: {min(cycle):.2f} to {max(cycle):.2f} us/request,"
+                f" deepest / shallowest {cycle[-1] / cycle[0]:.2f}"
+            )
+    print("\n".join(["", *flat]))
+
+
+if __name__ == "__main__":
+    main()
