@@ -6,7 +6,6 @@ import dataclasses
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.keys import RequestKey, request_key
@@ -157,13 +156,13 @@ class Admission:
 
     def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:
         limits, multiple = self._limits, self._capabilities.size_multiple
-        for field, value, most in _limited(limits, prompt, params):
+        for field, value, most, unit in _limited(limits, prompt, params):
             if value is not None and value > most:
                 raise LimitExceededError(
                     f"{field} is beyond the engine's limit",
                     field=field,
-                    value=value,
-                    expected=f"at most {most}",
+                    value=f"{value}{unit}",
+                    expected=f"at most {most}{unit}",
                 )
         for field in ("height", "width"):
             if (size := getattr(params, field)) is not None and size % multiple:
@@ -229,17 +228,19 @@ def _check_sigmas(asked: OmniDiffusionSamplingParams) -> None:
 
 def _limited(
     limits: Limits, prompt: str, params: OmniDiffusionSamplingParams
-) -> Iterator[tuple[str, Any, int]]:
-    """Yield (field, value, largest allowed) for everything the engine bounds."""
-    height, width = params.height, params.width
-    yield "prompt (characters)", len(prompt), limits.max_prompt_chars
-    yield "negative_prompt (characters)", len(params.negative_prompt or ""), limits.max_prompt_chars
-    yield "height", height, limits.max_side
-    yield "width", width, limits.max_side
-    yield "height x width", (height or 0) * (width or 0), limits.max_pixels
-    yield "num_frames", params.num_frames, limits.max_frames
-    yield "num_inference_steps", params.num_inference_steps, limits.max_steps
-    yield "num_outputs_per_prompt", params.num_outputs_per_prompt, limits.max_outputs_per_prompt
+) -> Iterator[tuple[str, int | None, int, str]]:
+    """Yield (field, value, largest allowed, unit) for everything the engine bounds."""
+    height, width, characters = params.height, params.width, " characters"
+    yield "prompt", len(prompt), limits.max_prompt_chars, characters
+    negative = len(params.negative_prompt or "")
+    yield "negative_prompt", negative, limits.max_prompt_chars, characters
+    yield "height", height, limits.max_side, ""
+    yield "width", width, limits.max_side, ""
+    yield "height x width", (height or 0) * (width or 0), limits.max_pixels, ""
+    yield "num_frames", params.num_frames, limits.max_frames, ""
+    yield "num_inference_steps", params.num_inference_steps, limits.max_steps, ""
+    outputs = params.num_outputs_per_prompt
+    yield "num_outputs_per_prompt", outputs, limits.max_outputs_per_prompt, ""
 
 
 def _nearest_multiple(size: int, multiple: int) -> int:
