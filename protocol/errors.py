@@ -198,7 +198,7 @@ def _subclasses(cls: type[OmniError]) -> list[type[OmniError]]:
     return [cls] + [found for sub in cls.__subclasses__() for found in _subclasses(sub)]
 
 
-_BY_CODE: dict[str, type[OmniError]] = {cls.code: cls for cls in _subclasses(OmniError)}
+ERRORS_BY_CODE: dict[str, type[OmniError]] = {cls.code: cls for cls in _subclasses(OmniError)}
 
 
 class _BoundedRepr(reprlib.Repr):
@@ -252,7 +252,7 @@ def nearest(
 
 def error_from_wire(wire: Mapping[str, Any]) -> OmniError:
     """Rebuild an error from ``to_wire``'s dict; an unknown code becomes a plain ``OmniError``."""
-    cls = _BY_CODE.get(str(wire.get("code")), OmniError)
+    cls = ERRORS_BY_CODE.get(str(wire.get("code")), OmniError)
     retry = wire.get("retry_after_ms")
     return cls(
         str(wire.get("message", "")),

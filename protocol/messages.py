@@ -41,7 +41,7 @@ WELCOME, ACCEPTED, EVENT, OUTPUT, READY, PONG, ERROR = (
     "error",
 )
 
-_FIELDS: dict[str, frozenset[str]] = {
+CLIENT_FIELDS: dict[str, frozenset[str]] = {
     HELLO: frozenset({"client"}),
     SUBMIT: frozenset({"requests"}),
     ABORT: frozenset({"request_ids"}),
@@ -116,12 +116,12 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
     """
     check_version(message)
     kind, message_id = message.get("type"), message.get("id")
-    if not isinstance(kind, str) or kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in CLIENT_FIELDS:
         raise MalformedMessageError(
             "unknown message type",
             field="type",
             value=describe(kind),
-            expected="one of " + ", ".join(_FIELDS),
+            expected="one of " + ", ".join(CLIENT_FIELDS),
         )
     if message_id is not None and not _is_id(message_id):
         raise MalformedMessageError(
@@ -130,8 +130,8 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
             value=describe(message_id),
             expected="an integer >= 0 or nil",
         )
-    refuse_unknown(message, _FIELDS[kind] | _COMMON, "")
-    body = {name: message.get(name) for name in _FIELDS[kind]}
+    refuse_unknown(message, CLIENT_FIELDS[kind] | _COMMON, "")
+    body = {name: message.get(name) for name in CLIENT_FIELDS[kind]}
     if kind == HELLO and body["client"] is not None:
         body["client"] = text(MAX_CLIENT_CHARS).apply("client", body["client"])
     if kind == SUBMIT:

@@ -196,9 +196,9 @@ class OmniDiffusionSamplingParams:
 
 SAMPLING_FIELD_ORDER = tuple(f.name for f in dataclasses.fields(OmniDiffusionSamplingParams))
 SAMPLING_FIELDS = frozenset(SAMPLING_FIELD_ORDER)
-_PROMPT_FIELDS = frozenset({"prompt", "negative_prompt", "multi_modal_data"})
-_MODALITIES = frozenset({"image", "mask_image", "control_image"})
-_REQUEST_FIELDS = frozenset(
+PROMPT_FIELDS = frozenset({"prompt", "negative_prompt", "multi_modal_data"})
+INPUT_NAMES = frozenset({"image", "mask_image", "control_image"})
+REQUEST_FIELDS = frozenset(
     {"request_id", "model", "prompt", "multi_modal_data", "sampling_params", "detached"}
 )
 
@@ -261,7 +261,7 @@ class DiffusionRequest:
                 value=describe(wire),
                 expected="a map of fields",
             )
-        refuse_unknown(wire, _REQUEST_FIELDS, "")
+        refuse_unknown(wire, REQUEST_FIELDS, "")
         params, detached = wire.get("sampling_params"), wire.get("detached")
         return build_request(
             wire.get("prompt"),
@@ -303,7 +303,7 @@ def build_request(
     """
     params = sampling_params if sampling_params is not None else OmniDiffusionSamplingParams()
     if isinstance(prompt, Mapping):
-        refuse_unknown(prompt, _PROMPT_FIELDS, "prompt")
+        refuse_unknown(prompt, PROMPT_FIELDS, "prompt")
         if prompt.get("negative_prompt") is not None:
             params = dataclasses.replace(params, negative_prompt=prompt["negative_prompt"])
         multi_modal_data = _only_one(prompt.get("multi_modal_data"), multi_modal_data)
@@ -390,7 +390,7 @@ def _checked_inputs(inputs: object) -> dict[str, Any]:
             value=describe(inputs),
             expected="a map of input names to pictures",
         )
-    refuse_unknown(inputs, _MODALITIES, "multi_modal_data")
+    refuse_unknown(inputs, INPUT_NAMES, "multi_modal_data")
     return {name: _checked_pictures(f"multi_modal_data.{name}", v) for name, v in inputs.items()}
 
 
