@@ -1,0 +1,295 @@
+"""The protocol as documented: a client written from the page works, and the page says what is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from raw_client import Array, RawClient
+from support_pipelines import pattern
+
+from omni_engine import Omni
+from omni_engine.engine import connection, server
+from omni_engine.protocol import codec, messages, plans, requests
+from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
+from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
+from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
+from omni_engine.protocol.requests import SAMPLING_FIELDS, build_request
+from omni_engine.protocol.tensors import ITEM_SIZES
+from omni_engine.stages.config import Limits
+
+PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
+
+
+@pytest.fixture
+def raw(pattern_engine: Omni) -> Iterator[RawClient]:
+    with RawClient(pattern_engine.endpoint) as client:
+        yield client
+
+
+def request(request_id: str, prompt: str = "a", **parameters: object) -> dict[str, object]:
+    return {"request_id": request_id, "prompt": prompt, "sampling_params": parameters}
+
+
+# -- a client from the page alone
+
+
+def test_the_raw_client_uses_nothing_of_ours() -> None:
+    tree = ast.parse((Path(__file__).parent / "raw_client.py").read_text())
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else
+                     [alias.name for alias in node.names])
+    }  # fmt: skip
+    assert imported - set(sys.stdlib_module_names) == {"zmq", "msgpack"}
+
+
+def test_hello(raw: RawClient) -> None:
+    welcome = raw.call("hello", client="raw")
+    assert welcome["type"] == "welcome"
+    assert welcome["v"] == 1
+    assert welcome["models"] == [
+        {"name": "pattern", "state": "ready", "error": None, "adapters": []}
+    ]
+    assert raw.call("wait_ready")["models"] == welcome["models"]
+
+
+def test_two_requests_from_submission_to_pictures(raw: RawClient) -> None:
+    message_id = raw.submit(
+        request("one", "first", seed=3, height=16, width=24),
+        request("two", "second", seed=2**40, num_outputs_per_prompt=2),
+    )
+    assert raw.reply(message_id)["request_ids"] == ["one", "two"]
+    sizes = {"one": (16, 24), "two": (16, 16)}
+    prompts = {"one": ("first", 3, 1), "two": ("second", 2**40, 2)}
+    for request_id, (height, width) in sizes.items():
+        story = raw.story(request_id)
+        assert [m.get("status") for m in story] == ["waiting", "running", None]
+        output = story[-1]["output"]
+        assert output["error"] is None
+        prompt, seed, count = prompts[request_id]
+        assert output["seed"] == seed
+        for i, picture in enumerate(output["images"]):
+            assert (picture.dtype, picture.shape) == ("uint8", (height, width, 3))
+            assert bytes(picture.data) == pattern(prompt, seed + i, height, width).tobytes()
+        assert len(output["images"]) == count
+
+
+def test_the_engine_draws_a_seed_and_an_id(raw: RawClient) -> None:
+    (request_id,) = raw.reply(raw.submit({"prompt": "a"}))["request_ids"]
+    output = raw.output(request_id)
+    picture, seed = output["images"][0], output["seed"]
+    assert bytes(picture.data) == pattern("a", seed, 16, 16).tobytes()
+
+
+def test_an_input_picture_is_checked_on_arrival(raw: RawClient) -> None:
+    picture = Array("uint8", (2, 2, 3), bytes(12))
+    error = raw.refusal({"prompt": "a", "multi_modal_data": {"image": picture}})
+    assert (error["code"], error["field"]) == ("unknown_field", "multi_modal_data.image")
+    floats = Array("float32", (1, 1, 3), bytes(12))
+    error = raw.refusal({"prompt": "a", "multi_modal_data": {"image": floats}})
+    assert (error["code"], error["field"]) == ("invalid_request", "multi_modal_data.image")
+
+
+def test_a_refused_request_is_named_and_the_others_run(raw: RawClient) -> None:
+    message_id = raw.submit(request("good"), request("bad", height=63), request("", seed=1))
+    bad, nameless = raw.reply(message_id), raw.reply(message_id)
+    assert (bad["request_id"], bad["request_index"]) == ("bad", 1)
+    assert (nameless["request_id"], nameless["request_index"]) == (None, 2)
+    assert raw.reply(message_id)["request_ids"] == ["good"]
+    assert raw.output("good")["error"] is None
+
+
+def test_abort(raw: RawClient) -> None:
+    raw.submit(request("long", extra_args={"sleep_ms": 300}))
+    raw.find(lambda message: message.get("status") == "running")
+    raw.submit(request("queued", extra_args={"sleep_ms": 1}))
+    raw.send("abort", request_ids=["queued", "long", "never heard of"])
+    for request_id in ("queued", "long"):
+        output = raw.output(request_id)
+        assert output["aborted"]
+        assert output["error"]["code"] == "aborted"
+    raw.submit(request("next"))
+    assert raw.output("next")["error"] is None
+
+
+def test_ping_and_session(raw: RawClient, pattern_engine: Omni) -> None:
+    session = raw.call("hello")["session"]
+    assert raw.call("ping")["session"] == session
+    with RawClient(pattern_engine.endpoint) as other:
+        assert other.call("hello")["session"] != session
+    assert raw.call("ping")["session"] == session
+
+
+def test_bye_aborts_what_is_not_detached_and_starts_a_new_session(
+    raw: RawClient, pattern_engine: Omni
+) -> None:
+    session = raw.call("hello")["session"]
+    slow = {"extra_args": {"sleep_ms": 300}}
+    raw.submit(
+        {**request("stays", **slow), "detached": True},
+        request("goes", num_inference_steps=3, **slow),
+    )
+    raw.find(lambda message: message.get("status") == "running")
+    raw.send("bye")
+    assert raw.output("goes")["aborted"]
+    assert raw.output("stays")["error"] is None
+    assert raw.call("ping")["session"] != session
+
+
+def test_another_version_is_refused_with_the_engines(raw: RawClient) -> None:
+    for version in (0, 2, "1", 1.0, True, None, [1]):
+        answer = raw.call("hello", v=version)
+        assert answer["type"] == "error"
+        assert answer["error"]["code"] == "protocol_version_mismatch"
+        assert answer["error"]["expected"] == str(answer["v"]) == "1"
+    assert raw.call("hello")["type"] == "welcome"
+
+
+# -- the page
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """Rows of every table of the page, by 'section / first column's title'."""
+    found: dict[str, list[list[str]]] = {}
+    section, rows = "", None
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("#"):
+            section = line.strip("# ").replace("`", "")
+        if not line.startswith("|"):
+            rows = None
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if rows is None:
+            title = f"{section} / {cells[0]}"
+            assert title not in found, title
+            rows = found[title] = []
+        elif not set(cells[0]) <= {"-"}:
+            rows.append(cells)
+    return found
+
+
+TABLES = tables()
+
+
+def column(title: str) -> list[str]:
+    """The names in a table's first column."""
+    names = [match[1] for row in TABLES[title] if (match := re.match(r"`(\w+)`$", row[0]))]
+    assert len(names) == len(TABLES[title])
+    assert len(set(names)) == len(names)
+    return names
+
+
+CLIENT_TYPES = set(messages.CLIENT_FIELDS)
+ENGINE_TYPES = {
+    messages.WELCOME, messages.ACCEPTED, messages.EVENT, messages.OUTPUT, messages.STATUS,
+    messages.READY, messages.PONG, messages.ERROR,
+}  # fmt: skip
+
+
+def test_the_page_lists_every_message_type() -> None:
+    rows = [(row[0].strip("`"), row[1]) for row in TABLES["Types at a glance / type"]]
+    assert sorted(rows) == sorted(
+        [(kind, "client to engine") for kind in CLIENT_TYPES]
+        + [(kind, "engine to client") for kind in ENGINE_TYPES]
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(CLIENT_TYPES))
+def test_the_page_lists_the_fields_a_client_sends(kind: str) -> None:
+    listed = set(column(f"{kind} / field")) if messages.CLIENT_FIELDS[kind] else set()
+    assert listed == messages.CLIENT_FIELDS[kind]
+    assert f'{{"v": 1, "type": "{kind}", "id":' in PAGE.read_text()
+
+
+def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient) -> None:
+    raw.submit(request("r"), request("", seed=1))
+    told = {
+        "welcome": raw.call("hello"),
+        "ready": raw.call("wait_ready"),
+        "pong": raw.call("ping"),
+        "status (answer)": raw.call("status"),
+        **{kind: raw.find(lambda message, kind=kind: message["type"] == kind)
+           for kind in ("accepted", "event", "output", "error")},
+    }  # fmt: skip
+    assert {message["type"] for message in told.values()} == ENGINE_TYPES
+    common = set(column("Fields of every message / engine's field"))
+    assert common == {"v", "type", "reply_to"}
+    for section, message in told.items():
+        assert set(message) - common == set(column(f"{section} / field")), section
+    assert set(told["welcome"]["models"][0]) == set(column("welcome / model field"))
+    status = told["status (answer)"]["status"]
+    assert set(status) >= set(column("Status / status field"))
+    stage = status["stages"][0]
+    assert set(stage) >= set(column("Status / stage field"))
+    assert set(stage["capabilities"]) == set(column("Capabilities / capability"))
+    assert set(told["output"]["output"]) == set(column("Outputs / output field"))
+
+
+def names_of(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_the_page_lists_every_field_of_the_types() -> None:
+    for title, names in {
+        "Requests / request field": requests.REQUEST_FIELDS,
+        "Requests / prompt field": requests.PROMPT_FIELDS,
+        "Requests / input": requests.INPUT_NAMES,
+        "Requests / parameter": SAMPLING_FIELDS,
+        "Outputs / output field": names_of(DiffusionOutput),
+        "Outputs / metric": names_of(OutputMetrics),
+        "Capabilities / capability": names_of(PipelineCapabilities),
+        "Arrays: extension type 1 / dtype": set(ITEM_SIZES),
+    }.items():
+        assert set(column(title)) == set(names), title
+    assert {row[0].strip("`"): int(row[1]) for row in TABLES[
+        "Arrays: extension type 1 / dtype"]} == ITEM_SIZES  # fmt: skip
+
+
+def test_the_page_lists_every_error() -> None:
+    assert set(column("Errors / code")) == set(ERRORS_BY_CODE)
+    full = OmniError("m", field="f", value="v", expected="e", hint="h", retry_after_ms=1)
+    assert column("Errors / error field") == list(full.to_wire())
+
+
+def test_the_page_states_the_limits_that_are() -> None:
+    text = " ".join(PAGE.read_text().split())
+    limits = Limits()
+    for stated in (
+        f"Wire protocol, version {messages.PROTOCOL_VERSION}",
+        f"({limits.max_message_bytes >> 20} MiB unless configured)",
+        f"the header | {codec.MAX_HEADER_BYTES >> 20} MiB",
+        f"frames of a message | {codec.MAX_FRAMES}",
+        f"dimensions of an array | {codec.MAX_DIMENSIONS}",
+        f"ids of an `abort` | {messages.MAX_REQUESTS_PER_MESSAGE}",
+        f"list of 1 to {messages.MAX_REQUESTS_PER_MESSAGE} maps",
+        f"configured, {limits.max_waiting_requests} by default",
+        f"string of 1 to {requests.MAX_REQUEST_ID_CHARS} printable characters",
+        f"string of at most {messages.MAX_CLIENT_CHARS} characters",
+        f"from it for **{server.CLIENT_TIMEOUT_S:g} seconds**",
+        f"`ping` every **{connection.PING_INTERVAL_S:g} seconds**",
+        f"heard nothing for {connection.ENGINE_TIMEOUT_S:g} seconds",
+    ):
+        assert stated in text, stated
+
+
+def test_the_page_lists_what_engine_and_workers_say() -> None:
+    rows = {row[0].strip("`"): row[1:] for row in TABLES[
+        "Engine and workers (internal) / worker message"]}  # fmt: skip
+    assert {kind for kind, (way, _) in rows.items() if way == "engine to worker"} == {
+        plans.BATCH_PLAN, plans.ABORT, plans.STOP,
+    }  # fmt: skip
+    assert {kind for kind, (way, _) in rows.items() if way == "worker to engine"} == {
+        plans.READY, plans.OUTPUTS, plans.HEARTBEAT, plans.FAULT,
+    }  # fmt: skip
+    plan = BatchPlan(1, (build_request("a"),)).to_wire()
+    for wire in (plan, plans.outputs_message(1, [])):
+        assert all(f"`{name}`" in rows[wire["type"]][1] for name in set(wire) - {"type"})
+    assert all(f"`{name}`" in PAGE.read_text() for name in names_of(WorkerSpec))
