@@ -1,0 +1,286 @@
+"""The options that several commands share, each defined once.
+
+A command takes a whole group of them as one dataclass parameter; ``expand_options`` turns the group
+into the single options that typer sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from omni_engine.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omni_engine.stages.settings import Settings
+
+
+def _option(panel: str, flag: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(flag, help=text, metavar=metavar, rich_help_panel=panel)
+
+
+_model = functools.partial(_option, "Model")
+_batching = functools.partial(_option, "Batching")
+_workers = functools.partial(_option, "Workers")
+_limit = functools.partial(_option, "Limits")
+_switch = functools.partial(_option, "Switches")
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help='"bundled", a hub id or a local folder. Default: the one in --config, or "bundled".',
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Where clients connect: ipc://PATH or tcp://127.0.0.1:PORT. "
+        "Default: a socket in your own runtime folder.",
+    ),
+]
+Connect = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help='The running engine; "auto" is the default address.'),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")
+]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of an engine; None means not given. Fields are named like the settings they set."""
+
+    config: Annotated[
+        Path | None, _model("--config", "A deploy file; options given here win over it.", "FILE")
+    ] = None
+    name: Annotated[
+        str | None, _model("--name", "The model name that clients use.", "NAME")
+    ] = None  # fmt: skip
+    revision: Annotated[
+        str | None, _model("--revision", "Branch, tag or commit of a hub model.", "REV")
+    ] = None
+    variant: Annotated[
+        str | None, _model("--variant", 'Variant of the weight files, such as "fp16".', "NAME")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _model("--dtype", "Of the weights: auto, float32, bfloat16 or float16.", "DTYPE"),
+    ] = None
+    pipeline: Annotated[
+        str | None,
+        _model("--pipeline", "A pipeline class of your own, or an entry point.", "MODULE:CLASS"),
+    ] = None
+    trust_remote_code: Annotated[
+        bool | None,
+        _switch("--trust-remote-code/--no-trust-remote-code", "Run hub code."),
+    ] = None
+    lora_modules: Annotated[
+        list[str] | None,
+        _model("--lora-modules", "Register an adapter; repeatable. Replaces the file's list.",
+               "NAME=PATH"),
+    ] = None  # fmt: skip
+    default_lora: Annotated[
+        str | None,
+        _model("--default-lora", "The adapter of requests that name none.", "NAME[:SCALE]"),
+    ] = None
+    default_sampling_params: Annotated[
+        str | None,
+        _model("--default-sampling-params", "Values of what requests leave out, as a JSON object.",
+               "JSON"),
+    ] = None  # fmt: skip
+    max_num_seqs: Annotated[
+        int | None, _batching("--max-num-seqs", "Requests that share one forward pass.", "N")
+    ] = None
+    max_batch_rows: Annotated[
+        int | None, _batching("--max-batch-rows", "Pictures that share one forward pass.", "N")
+    ] = None
+    max_batch_work: Annotated[
+        int | None,
+        _batching("--max-batch-work", "Pictures x pixels x frames of one batch.", "N"),
+    ] = None
+    request_batch_max_wait_ms: Annotated[
+        float | None,
+        _batching("--request-batch-max-wait-ms",
+                  "Milliseconds an idle worker's first request waits for others like it.", "MS"),
+    ] = None  # fmt: skip
+    scheduling_policy: Annotated[
+        str | None,
+        _batching("--scheduling-policy", "grouped fills batches; fifo never overtakes.",
+                  "grouped|fifo"),
+    ] = None  # fmt: skip
+    max_skip_ms: Annotated[
+        float | None,
+        _batching("--max-skip-ms", "Milliseconds that grouped may pass over a request.", "MS"),
+    ] = None
+    step_execution: Annotated[
+        bool | None,
+        _switch("--step-execution/--no-step-execution", "Batch by step."),
+    ] = None
+    devices: Annotated[
+        str | None,
+        _workers("--devices", 'Such as "cuda:0,cuda:1", "0,1", "cpu" or "auto".', "DEVICES"),
+    ] = None
+    replicas: Annotated[
+        int | None, _workers("--replicas", "Workers per device.", "N")
+    ] = None  # fmt: skip
+    threads: Annotated[int | None, _workers("--threads", "Threads of a CPU worker.", "N")] = None
+    max_loras: Annotated[
+        int | None, _workers("--max-loras", "Adapters kept on a device.", "N")
+    ] = None  # fmt: skip
+    worker_startup_timeout_s: Annotated[
+        float | None,
+        _workers("--worker-startup-timeout-s", "Seconds a worker may take to load.", "S"),
+    ] = None
+    max_message_bytes: Annotated[
+        int | None, _limit("--max-message-bytes", "Bytes of one client message.", "BYTES")
+    ] = None
+    max_waiting_requests: Annotated[
+        int | None, _limit("--max-waiting-requests", "Requests in all queues.", "N")
+    ] = None
+    max_prompt_chars: Annotated[
+        int | None, _limit("--max-prompt-chars", "Characters of a prompt.", "N")
+    ] = None
+    max_pixels: Annotated[
+        int | None, _limit("--max-pixels", "Width x height of a picture.", "N")
+    ] = None
+    max_side: Annotated[
+        int | None, _limit("--max-side", "Pixels of width or height.", "N")
+    ] = None  # fmt: skip
+    max_frames: Annotated[int | None, _limit("--max-frames", "Frames of a video.", "N")] = None
+    max_steps: Annotated[
+        int | None, _limit("--max-steps", "Denoising steps of a request.", "N")
+    ] = None  # fmt: skip
+    max_outputs_per_prompt: Annotated[
+        int | None, _limit("--max-outputs-per-prompt", "Pictures of a request.", "N")
+    ] = None
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option("--log-level", metavar="LEVEL",
+                     help="What the engine logs at least: debug, info, warning or error."),
+    ] = None  # fmt: skip
+
+    def given(self) -> list[str]:
+        """Return the flags that were given."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        names = [name for name, value in values if value is not None and value != []]
+        return [f"--{name.replace('_', '-')}" for name in names]
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the settings that were given, in the form ``load_settings`` takes.
+
+        Raises:
+            ConfigError: if an option's text can't be read.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["config"], values["log_level"]
+        modules = [_lora_module(text) for text in self.lora_modules or ()]
+        values["lora_modules"] = modules or None
+        if self.default_lora is not None:
+            name, scale = parse_lora(self.default_lora)
+            values["default_lora"] = {"name": name, "scale": scale}
+        if self.default_sampling_params is not None:
+            values["default_sampling_params"] = _json_object(self.default_sampling_params)
+        return {name: value for name, value in values.items() if value is not None}
+
+    def settings(self, model: str | None, **more: Any) -> Settings:
+        """Return the effective settings.
+
+        Args:
+            model: the model argument.
+            more: further options, such as the endpoint.
+
+        Raises:
+            ConfigError: naming everything that is wrong.
+        """
+        from omni_engine.stages.settings import load_settings
+
+        return load_settings(
+            config_path=self.config, model=model, overrides={**self.overrides(), **more}
+        )
+
+
+def parse_lora(text: str) -> tuple[str, float | None]:
+    """Split ``NAME[:SCALE]``; what follows a colon and is no number belongs to the name."""
+    name, _, scale = text.rpartition(":")
+    try:
+        return (name, float(scale)) if name else (text, None)
+    except ValueError:
+        return text, None
+
+
+def parse_assignment(flag: str, text: str, wanted: str) -> tuple[str, str]:
+    """Split ``NAME=VALUE``.
+
+    Raises:
+        ConfigError: if a part is missing.
+    """
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise ConfigError(f"{flag} takes {wanted}", field=flag, value=text, expected=wanted)
+    return name, value
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option per field of each parameter that is a dataclass."""
+    hints = get_type_hints(command, include_extras=True)
+    del hints["return"]
+    groups: dict[str, Any] = {
+        n: hint for n, hint in hints.items() if dataclasses.is_dataclass(hint)
+    }
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, group in groups.items():
+            names = [field.name for field in dataclasses.fields(group)]
+            given[name] = group(**{field: given.pop(field) for field in names})
+        command(**given)
+
+    parameters = list(_single_parameters(command, hints))
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
+
+
+def _single_parameters(
+    command: Callable[..., None], hints: dict[str, Any]
+) -> Iterator[inspect.Parameter]:
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if not dataclasses.is_dataclass(hint):
+            kind = inspect.Parameter.KEYWORD_ONLY
+            yield parameter.replace(kind=kind, annotation=hint)
+            continue
+        types = get_type_hints(hint, include_extras=True)
+        for field in dataclasses.fields(hint):
+            yield inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY,
+                default=field.default, annotation=types[field.name],
+            )  # fmt: skip
+
+
+def _lora_module(text: str) -> dict[str, str]:
+    name, path = parse_assignment("--lora-modules", text, "NAME=PATH")
+    return {"name": name, "path": path}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        if isinstance(value := json.loads(text), dict):
+            return value
+    except json.JSONDecodeError:
+        pass
+    raise ConfigError("--default-sampling-params takes a JSON object",
+                      field="--default-sampling-params", value=text,
+                      expected='an object such as {"num_inference_steps": 8}')  # fmt: skip

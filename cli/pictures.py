@@ -1,0 +1,115 @@
+"""Writes a request's pictures: one PNG each, named after prompt and seed, nothing overwritten."""
+
+from __future__ import annotations
+
+import io
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from omni_engine.protocol.errors import ConfigError, OmniError
+from omni_engine.protocol.outputs import DiffusionOutput
+
+_SLUG_CHARS = 60
+_DEFAULT_FPS = 16.0
+
+
+class OutputFileError(OmniError):
+    """A picture can't be written."""
+
+    code: ClassVar[str] = "output_file"
+
+
+class PictureFolder:
+    """The folder that takes the pictures.
+
+    Args:
+        path: is created where it is missing.
+        fps: frames per second of videos, which are written as animated PNG files.
+
+    Raises:
+        ConfigError: if it can't be used.
+    """
+
+    def __init__(self, path: Path, fps: float | None = None) -> None:
+        self._path = path
+        self._fps = fps or _DEFAULT_FPS
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder for the pictures can't be used: {error.strerror}", field="--out",
+                value=str(path), expected="a folder, or a path where one can be created",
+            ) from None  # fmt: skip
+
+    def write(self, number: int, prompt: str, output: DiffusionOutput) -> list[Path]:
+        """Write every picture of a request.
+
+        Args:
+            number: the prompt's number, counted from 1.
+            prompt: becomes a part of the names.
+            output: a completed one.
+
+        Returns:
+            The files, in the order of the pictures.
+
+        Raises:
+            OutputFileError: if the operating system refuses.
+        """
+        seed = output.seed or 0
+        return [
+            self._write_one(f"{number:02}-{slug(prompt)}-{seed + index}", data)
+            for index, data in enumerate(self._encoded(output))
+        ]
+
+    def _encoded(self, output: DiffusionOutput) -> Iterator[bytes]:
+        for picture in output.images or ():
+            yield png_bytes([picture])
+        for frames in output.frames or ():
+            yield png_bytes(frames, self._fps)
+
+    def _write_one(self, name: str, data: bytes) -> Path:
+        for path in free_names(self._path, name):
+            try:
+                with path.open("xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise OutputFileError(
+                    f"a picture can't be written: {error.strerror}", field="--out", value=str(path)
+                ) from None
+            return path
+        raise AssertionError("names never run out")
+
+
+def free_names(folder: Path, name: str) -> Iterator[Path]:
+    """Yield ``NAME.png``, ``NAME-2.png``… for a caller that takes the first that doesn't exist."""
+    yield folder / f"{name}.png"
+    count = 2
+    while True:
+        yield folder / f"{name}-{count}.png"
+        count += 1
+
+
+def slug(prompt: str) -> str:
+    """Return a prompt as a part of a file name: lower-case words joined by dashes."""
+    plain = unicodedata.normalize("NFKD", prompt).encode("ascii", "ignore").decode().lower()
+    words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    return words[:_SLUG_CHARS].rstrip("-") or "picture"
+
+
+def png_bytes(frames: Any, fps: float | None = None) -> bytes:
+    """Encode uint8 arrays of shape (height, width, 3) as one PNG, animated if there are several."""
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    buffer = io.BytesIO()
+    if rest:
+        duration_ms = 1000 / (fps or _DEFAULT_FPS)
+        first.save(buffer, "PNG", save_all=True, append_images=rest, duration=duration_ms, loop=0)
+    else:
+        first.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,70 @@
+"""``omni-engine serve``: an engine in this process, in the foreground."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import typer
+
+from omni_engine.cli import interrupts
+from omni_engine.cli.display import print_line
+from omni_engine.cli.options import Endpoint, EngineOptions, LogLevel, Model, expand_options
+
+_HELP = """
+Serve one or more models until Ctrl-C or SIGTERM; running batches may then finish.
+
+Says on standard output when clients can connect; requests that come while a model still loads wait.
+Logs go to standard error.
+"""
+
+_EPILOG = """
+[bold]Examples[/bold]
+  omni-engine serve
+  omni-engine serve Qwen/Qwen-Image --devices 0,1 --max-num-seqs 4
+  omni-engine serve --config stages.yaml --endpoint tcp://127.0.0.1:5570
+  omni-engine serve bundled --lora-modules sketch=adapters/sketch.safetensors
+
+`omni-engine config show` prints the effective settings and where each comes from.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("serve", help=_HELP, epilog=_EPILOG)(serve)
+
+
+@expand_options
+def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptions) -> None:
+    """Run an engine in this process until it is told to stop."""
+    from omni_engine.engine.endpoints import default_endpoint
+    from omni_engine.engine.server import EngineServer
+
+    settings = engine.settings(model, endpoint=endpoint)
+    _start_logging(engine.log_level)
+    address = settings.config.endpoint or default_endpoint()
+    names = ", ".join(stage.display_name for stage in settings.config.stage_args)
+    server = EngineServer(settings.config, address, on_listening=lambda: _announce(names, address))
+    interrupts.release()
+    raise typer.Exit(server.run())
+
+
+def _start_logging(level: LogLevel | None) -> None:
+    """Log to standard error, workers included: they read the level from the environment."""
+    if level is not None:
+        os.environ["OMNI_ENGINE_LOG_LEVEL"] = level.upper()
+    logging.basicConfig(
+        level=os.environ.setdefault("OMNI_ENGINE_LOG_LEVEL", "INFO"), stream=sys.stderr,
+        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
+    )  # fmt: skip
+
+
+def _announce(names: str, address: str) -> None:
+    from omni_engine.engine.endpoints import default_endpoint
+
+    connect = "auto" if address == default_endpoint() else address
+    print_line(
+        f"serving {names} at {address} - try: "
+        f'omni-engine generate "a red circle on a white background" -o pictures --connect {connect}'
+    )
