@@ -45,6 +45,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            process_group=0,  # Ctrl-C is for the owner; the pipe's end tells the engine
         )
         data = msgpack.packb({"config": config.model_dump(mode="json"), "endpoint": self.endpoint})
         try:

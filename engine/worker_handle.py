@@ -136,6 +136,7 @@ class WorkerHandle:
             stdout=sys.stderr.fileno(),
             env=environment,
             bufsize=0,
+            process_group=0,  # Ctrl-C is for the engine; the pipe's end tells the worker
         )
         data = msgpack.packb(spec.to_wire())
         assert process.stdin is not None  # PIPE was asked for
