@@ -155,9 +155,9 @@ def generate(
     from omni_engine.cli.report import print_report
 
     params = sampling.params()
+    folder = PictureFolder(out, fps=sampling.fps)
     served = None if connect is None else model
     with interrupts.unwound_by_sigterm(), _engine_at(connect, model, engine) as endpoint:
-        folder = PictureFolder(out, fps=sampling.fps)
         started = time.monotonic()
         items = generate_files(endpoint, prompts, params, served, folder)
         wall_s = time.monotonic() - started

@@ -31,7 +31,7 @@ _model = functools.partial(_option, "Model")
 _batching = functools.partial(_option, "Batching")
 _workers = functools.partial(_option, "Workers")
 _limit = functools.partial(_option, "Limits")
-_switch = functools.partial(_option, "Switches")
+_switch = functools.partial(_option, "Switches", metavar="")
 
 Model = Annotated[
     str | None,
@@ -84,7 +84,9 @@ class EngineOptions:
     ] = None
     trust_remote_code: Annotated[
         bool | None,
-        _switch("--trust-remote-code/--no-trust-remote-code", "Run hub code."),
+        _switch(
+            "--trust-remote-code/--no-trust-remote-code", "Run code that comes with a hub model."
+        ),
     ] = None
     lora_modules: Annotated[
         list[str] | None,
@@ -126,7 +128,7 @@ class EngineOptions:
     ] = None
     step_execution: Annotated[
         bool | None,
-        _switch("--step-execution/--no-step-execution", "Batch by step."),
+        _switch("--step-execution/--no-step-execution", "Join running batches between steps."),
     ] = None
     devices: Annotated[
         str | None,

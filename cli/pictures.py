@@ -14,7 +14,7 @@ from PIL import Image
 from omni_engine.protocol.errors import ConfigError, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 
-_SLUG_CHARS = 60
+_SLUG_CHARS = 80
 _DEFAULT_FPS = 16.0
 
 
@@ -38,13 +38,7 @@ class PictureFolder:
     def __init__(self, path: Path, fps: float | None = None) -> None:
         self._path = path
         self._fps = fps or _DEFAULT_FPS
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the folder for the pictures can't be used: {error.strerror}", field="--out",
-                value=str(path), expected="a folder, or a path where one can be created",
-            ) from None  # fmt: skip
+        make_folder(path)
 
     def write(self, number: int, prompt: str, output: DiffusionOutput) -> list[Path]:
         """Write every picture of a request.
@@ -58,8 +52,13 @@ class PictureFolder:
             The files, in the order of the pictures.
 
         Raises:
-            OutputFileError: if the operating system refuses.
+            OutputFileError: if the operating system refuses, or there is nothing to write.
         """
+        if not output.images and not output.frames:
+            raise OutputFileError(
+                "the engine returned no pictures", field="output_type",
+                hint='Its default_sampling_params may say output_type "latent".',
+            )  # fmt: skip
         seed = output.seed or 0
         return [
             self._write_one(f"{number:02}-{slug(prompt)}-{seed + index}", data)
@@ -85,6 +84,21 @@ class PictureFolder:
                 ) from None
             return path
         raise AssertionError("names never run out")
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder for the pictures where it is missing.
+
+    Raises:
+        ConfigError: if that can't be done.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder for the pictures can't be used: {error.strerror}", field="--out",
+            value=str(path), expected="a folder, or a path where one can be created",
+        ) from None  # fmt: skip
 
 
 def free_names(folder: Path, name: str) -> Iterator[Path]:
