@@ -38,14 +38,15 @@ def register(app: typer.Typer) -> None:
 @expand_options
 def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptions) -> None:
     """Run an engine in this process until it is told to stop."""
-    from omni_engine.engine.endpoints import default_endpoint
+    from omni_engine.engine.endpoints import check_endpoint, default_endpoint
     from omni_engine.engine.server import EngineServer
 
     settings = engine.settings(model, endpoint=endpoint)
-    _start_logging(engine.log_level)
     address = settings.config.endpoint or default_endpoint()
+    check_endpoint(address)
+    _start_logging(engine.log_level)
     names = ", ".join(stage.display_name for stage in settings.config.stage_args)
-    server = EngineServer(settings.config, address, on_listening=lambda: _announce(names, address))
+    server = EngineServer(settings.config, address, on_listening=lambda at: _announce(names, at))
     interrupts.release()
     raise typer.Exit(server.run())
 

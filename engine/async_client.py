@@ -149,8 +149,8 @@ class AsyncOmniClient:
             raise
         for handle in handles:
             if not handle.done:
-                handle.abort()
                 handle.fail(RequestTimeoutError(f"not finished within {timeout_s:g} s"))
+                handle.abort()
         finished = iter(handles)
         return [
             DiffusionOutput.failed("", request)

@@ -158,8 +158,8 @@ class OmniClient:
                 try:
                     handle.result(left)
                 except RequestTimeoutError as error:
-                    handle.abort()
                     handle.fail(error)
+                    handle.abort()
         except KeyboardInterrupt:
             self.abort([handle.request_id for handle in handles if not handle.done])
             raise

@@ -54,6 +54,13 @@ class RequestEvent:
     status: str
 
 
+def _answer_future() -> Future[Any]:
+    """A future that a waiting task's cancellation can't touch: only the I/O thread settles it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 class RequestHandle:
     """A submitted request: follow it, wait for it, end it.
 
@@ -71,11 +78,12 @@ class RequestHandle:
     ) -> None:
         self.request_id = request.request_id
         self.status = "submitted"
-        self.future: Future[DiffusionOutput] = Future()
+        self.future: Future[DiffusionOutput] = _answer_future()
         self._seed = request.sampling_params.seed
         self._abort = abort
         self._on_event = on_event
         self._events: queue.SimpleQueue[RequestEvent | None] = queue.SimpleQueue()
+        self._ending = threading.Lock()
 
     @property
     def done(self) -> bool:
@@ -118,11 +126,12 @@ class RequestHandle:
             logger.exception("on_event failed for request %s", self.request_id)
 
     def finish(self, output: DiffusionOutput) -> None:
-        """Record the end; called by the connection."""
-        if self.future.done() or not self.future.set_running_or_notify_cancel():
-            return
+        """Record the end, unless it has ended already; called by the connection or a waiter."""
+        with self._ending:
+            if self.future.done():
+                return
+            self.future.set_result(output)
         kind = "aborted" if output.aborted else "error" if output.error else "completed"
-        self.future.set_result(output)
         self.note(f"finished_{kind}")
         self._events.put(None)
 
@@ -190,7 +199,7 @@ class Connection:
     def call_soon(self, kind: str, **body: Any) -> Future[dict[str, Any]]:
         """Send a message; the future holds its answer or the engine's error."""
         message_id = next(self._ids)
-        future: Future[dict[str, Any]] = Future()
+        future: Future[dict[str, Any]] = _answer_future()
         with self._lock:
             self._check_open()
             self._calls[message_id] = future
@@ -378,12 +387,9 @@ class Connection:
             settle(handle)
 
     def _take_call(self, reply_to: int | None) -> Future[dict[str, Any]] | None:
-        """Return the call that waits for this answer, unless it was given up."""
+        """Return the call that waits for this answer, if one does."""
         with self._lock:
-            future = None if reply_to is None else self._calls.pop(reply_to, None)
-        if future is None or not future.set_running_or_notify_cancel():
-            return None
-        return future
+            return None if reply_to is None else self._calls.pop(reply_to, None)
 
     def _check_engine(self) -> None:
         silent_s = time.monotonic() - self._last_heard
@@ -400,8 +406,7 @@ class Connection:
             handles, self._handles = self._handles, {}
         self._submitted.clear()
         for future in calls.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            future.set_exception(error)
         for handle in handles.values():
             handle.fail(error)
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import msgpack
@@ -27,19 +25,13 @@ class EngineProcess:
     """An engine process owned by this one.
 
     Args:
-        config: the effective configuration; its ``endpoint`` is used, or a private one.
+        config: the effective configuration; without an ``endpoint`` the engine makes a private one.
 
     Raises:
         ConfigError: if the engine refuses the configuration.
     """
 
     def __init__(self, config: DeployConfig) -> None:
-        self._directory: str | None = None
-        if config.endpoint is None:
-            self._directory = tempfile.mkdtemp(prefix="omni-engine-")  # mode 0700
-            self.endpoint = f"ipc://{self._directory}/engine"
-        else:
-            self.endpoint = config.endpoint
         self._process = subprocess.Popen(
             [sys.executable, "-m", ENGINE_MODULE],
             stdin=subprocess.PIPE,
@@ -47,10 +39,10 @@ class EngineProcess:
             bufsize=0,
             process_group=0,  # Ctrl-C is for the owner; the pipe's end tells the engine
         )
-        data = msgpack.packb({"config": config.model_dump(mode="json"), "endpoint": self.endpoint})
+        data = msgpack.packb(config.model_dump(mode="json"))
         try:
             self._stdin.write(struct.pack("!I", len(data)) + data)
-            self._await_start()
+            self.endpoint = self._await_start()
         except BaseException:
             self.close()
             raise
@@ -75,22 +67,22 @@ class EngineProcess:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def _stdin(self) -> Any:
         return self._process.stdin
 
-    def _await_start(self) -> None:
-        """Wait for the engine's first line: empty when it listens, else why it can't."""
+    def _await_start(self) -> str:
+        """Wait for the engine's report: where it listens, or why it can't."""
         assert self._process.stdout is not None  # PIPE was asked for
         line = self._process.stdout.read(4)
         if len(line) < 4:
             raise EngineClosedError(f"the engine ended at its start: {self._process.wait()}")
         (size,) = struct.unpack("!I", line)
-        if size:
-            raise error_from_wire(msgpack.unpackb(self._process.stdout.read(size)))
+        report = msgpack.unpackb(self._process.stdout.read(size))
+        if report["error"] is not None:
+            raise error_from_wire(report["error"])
+        return str(report["endpoint"])
 
 
 def main() -> int:
@@ -104,22 +96,23 @@ def main() -> int:
         format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
     )
     (size,) = struct.unpack("!I", _read_exactly(4))
-    wire = msgpack.unpackb(_read_exactly(size))
+    config = DeployConfig.model_validate(msgpack.unpackb(_read_exactly(size)))
     try:
         server = EngineServer(
-            DeployConfig.model_validate(wire["config"]),
-            wire["endpoint"],
+            config,
+            config.endpoint,
             parent_fd=0,
-            on_listening=lambda: _report(None),
+            on_listening=lambda endpoint: _report(endpoint, None),
         )
         return server.run()
     except ConfigError as error:
-        _report(error)
+        _report(None, error)
         return 1
 
 
-def _report(error: OmniError | None) -> None:
-    data = b"" if error is None else msgpack.packb(error.to_wire())
+def _report(endpoint: str | None, error: OmniError | None) -> None:
+    report = {"endpoint": endpoint, "error": None if error is None else error.to_wire()}
+    data = msgpack.packb(report)
     os.write(1, struct.pack("!I", len(data)) + data)
 
 

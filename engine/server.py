@@ -97,9 +97,9 @@ class EngineServer:
 
     Args:
         config: the effective configuration.
-        endpoint: where clients connect.
+        endpoint: where clients connect; None for a private one.
         parent_fd: a descriptor whose end of file means that the owner is gone.
-        on_listening: called once clients can connect.
+        on_listening: called with the endpoint once clients can connect.
 
     Raises:
         ConfigError: if the endpoint is in use or an adapter's file is missing.
@@ -108,12 +108,12 @@ class EngineServer:
     def __init__(
         self,
         config: DeployConfig,
-        endpoint: str,
+        endpoint: str | None,
         parent_fd: int | None = None,
-        on_listening: Callable[[], None] = lambda: None,
+        on_listening: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._config = config
-        self.endpoint = endpoint
+        self.endpoint = endpoint or ""
         self._parent_fd = parent_fd
         self._on_listening = on_listening
         self._started = time.monotonic()
@@ -129,18 +129,19 @@ class EngineServer:
         self._stage_of_worker: dict[str, StageRuntime] = {}
 
     def run(self) -> int:
-        """Serve; return the exit code: 0 after an orderly stop, 1 if every stage went down."""
+        """Serve until told to stop; return the exit code 0."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(EndpointLock(self.endpoint))
-            directory = Path(tempfile.mkdtemp(prefix="omni-engine-"))  # mode 0700
+            directory = Path(tempfile.mkdtemp(prefix=plans.PRIVATE_DIRECTORY_PREFIX))  # mode 0700
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            self.endpoint = self.endpoint or f"ipc://{directory}/clients"
+            stack.enter_context(EndpointLock(self.endpoint))
             self._wake = stack.enter_context(_signal_pipe())
             self._open_sockets(directory)
             stack.callback(self._close_sockets)
             stack.callback(self._stop_workers)
             self._start_workers(f"ipc://{directory}/workers")
             logger.info("engine listens on %s", self.endpoint)
-            self._on_listening()
+            self._on_listening(self.endpoint)
             while not self._finished():
                 self._turn()
         return 0

@@ -19,6 +19,9 @@ READY, OUTPUTS, HEARTBEAT, FAULT = "ready", "outputs", "heartbeat", "fault"
 
 HEARTBEAT_INTERVAL_S = 1.0
 
+PRIVATE_DIRECTORY_PREFIX = "omni-engine-"
+"""Start of the name of the 0700 directory that holds an engine's own sockets."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:

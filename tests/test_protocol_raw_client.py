@@ -108,7 +108,7 @@ def test_a_refused_request_is_named_and_the_others_run(raw: RawClient) -> None:
 
 
 def test_abort(raw: RawClient) -> None:
-    raw.submit(request("long", extra_args={"sleep_ms": 300}))
+    raw.submit(request("long", extra_args={"sleep_ms": 800}))
     raw.find(lambda message: message.get("status") == "running")
     raw.submit(request("queued", extra_args={"sleep_ms": 1}))
     raw.send("abort", request_ids=["queued", "long", "never heard of"])
@@ -132,7 +132,7 @@ def test_bye_aborts_what_is_not_detached_and_starts_a_new_session(
     raw: RawClient, pattern_engine: Omni
 ) -> None:
     session = raw.call("hello")["session"]
-    slow = {"extra_args": {"sleep_ms": 300}}
+    slow = {"extra_args": {"sleep_ms": 800}}
     raw.submit(
         {**request("stays", **slow), "detached": True},
         request("goes", num_inference_steps=3, **slow),

@@ -10,9 +10,11 @@ import contextlib
 import math
 import os
 import queue
+import shutil
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import zmq
 
@@ -34,6 +36,7 @@ class EngineLink(threading.Thread):
 
     def __init__(self, endpoint: str, worker_id: str, aborts: AbortFlags) -> None:
         super().__init__(name="engine-link", daemon=True)
+        self._endpoint = endpoint
         self._aborts = aborts
         self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._last_progress = time.monotonic()
@@ -73,7 +76,7 @@ class EngineLink(threading.Thread):
         while True:
             ready = dict(poller.poll(math.ceil(max(0.0, next_beat - time.monotonic()) * 1000)))
             if _STDIN in ready and not os.read(_STDIN, 4096):
-                os._exit(0)
+                self._leave_dead_engine()
             if self._engine in ready:
                 self._read_engine()
             if self._outbox_in in ready and not self._forward_outbox():
@@ -83,6 +86,13 @@ class EngineLink(threading.Thread):
                 next_beat = time.monotonic() + plans.HEARTBEAT_INTERVAL_S
         self._engine.close()
         self._outbox_in.close()
+
+    def _leave_dead_engine(self) -> NoReturn:
+        """Remove the private directory that the engine can't remove any more, and exit."""
+        folder = Path(self._endpoint.removeprefix("ipc://")).parent
+        if folder.name.startswith(plans.PRIVATE_DIRECTORY_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
 
     def _read_engine(self) -> None:
         with contextlib.suppress(zmq.Again):

@@ -93,7 +93,7 @@ class AdapterManager:
         name = f"adapter_{adapter.digest[:24]}"
         path = Path(adapter.path)
         started = time.perf_counter()
-        expected = count_targets(path)
+        expected = count_targets(adapter)
         try:
             self._pipe.load_lora_weights(
                 str(path.parent), weight_name=path.name, adapter_name=name, use_safetensors=True
@@ -130,23 +130,19 @@ class AdapterManager:
         return [m for m in self._pipe.components.values() if isinstance(m, torch.nn.Module)]
 
 
-def count_targets(path: Path) -> int:
-    """Return the number of layers a LoRA file holds updates for.
+def count_targets(adapter: Adapter) -> int:
+    """Return the number of layers an adapter's file holds updates for.
 
     Raises:
         ModelLoadError: if the file can't be read or holds no LoRA weights.
     """
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(adapter.path, framework="numpy") as file:
             targets = {key for key in file.keys() if key.endswith(_DOWN_SUFFIXES)}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"can't read adapter file: {error}", value=path.name) from None
+        raise _unusable(adapter, f"its file can't be read: {error}") from None
     if not targets:
-        raise ModelLoadError(
-            "the adapter file holds no LoRA weights",
-            value=path.name,
-            expected="a safetensors file with lora_A/lora_B (or lora_down/lora_up) weights",
-        )
+        raise _unusable(adapter, "its file holds no LoRA weights")
     return len(targets)
 
 

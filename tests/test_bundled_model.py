@@ -1,0 +1,227 @@
+"""The bundled model: what it draws, what its files are, and that it can be made again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR, pictures
+from omni_engine.stages.bundled.judge import hollow_share, judge
+from omni_engine.stages.bundled.score import (
+    generate,
+    held_out_scenes,
+    load_pipeline,
+    score,
+    score_drawn,
+)
+from omni_engine.stages.bundled.tokenizer import (
+    TEMPLATE_PREFIX,
+    TEMPLATE_PREFIX_TOKENS,
+    build_tokenizer,
+    in_template,
+)
+from omni_engine.stages.bundled.train import train
+from omni_engine.stages.bundled.train_adapter import train_adapter
+from omni_engine.stages.bundled.training import TrainingState
+
+ADAPTERS = ("outline", "night")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    return load_pipeline()
+
+
+def random_scenes(count: int, seed: int) -> list[pictures.Scene]:
+    rng = random.Random(seed)
+    return [pictures.sample_scene(rng) for _ in range(count)]
+
+
+def test_at_least_nine_of_ten_held_out_sentences_are_drawn_as_they_say(pipeline: Any) -> None:
+    result = score(pipeline, count=100)
+    assert result.adherent >= 0.9, result.misses
+
+
+def test_the_same_seed_draws_the_same_picture(pipeline: Any) -> None:
+    sentence = pictures.caption(held_out_scenes(1)[0])
+    first, second, other = generate(pipeline, [sentence] * 3, [5, 5, 6])
+    assert np.abs(first.astype(int) - second).max() <= 1
+    assert np.abs(first.astype(int) - other).max() > 1
+
+
+def test_a_and_an_are_understood_alike(pipeline: Any) -> None:
+    scenes = [scene for scene in held_out_scenes(200) if scene.items[0].colour == "orange"][:8]
+    sentences = [pictures.caption(scene).replace("an orange", "a orange") for scene in scenes]
+    drawn = generate(pipeline, sentences, range(len(sentences)))
+    assert sum(judge(s, p).adherent for s, p in zip(scenes, drawn, strict=True)) >= 7
+
+
+@pytest.mark.parametrize("style", ADAPTERS)
+def test_an_adapter_draws_in_its_style(pipeline: Any, style: str) -> None:
+    adapted = load_pipeline(adapter=ADAPTER_DIR / f"{style}.safetensors")
+    scenes = [s for s in held_out_scenes(60) if all(i.shape != "ring" for i in s.items)][:20]
+    sentences = [pictures.caption(scene) for scene in scenes]
+    plain = generate(pipeline, sentences, range(20))
+    styled = generate(adapted, sentences, range(20))
+    by_style = zip(scenes, styled, strict=True)
+    if style == "outline":
+        assert sum(judge(s, p, "outline").adherent for s, p in by_style) >= 14
+        hollow = [hollow_share(s, p) for s, p in zip(scenes, styled, strict=True)]
+        filled = [hollow_share(s, p) for s, p in zip(scenes, plain, strict=True)]
+        assert np.mean(hollow) >= 0.7
+        assert np.mean(filled) <= 0.1
+    else:
+        assert sum(judge(s, p, "night").adherent for s, p in by_style) >= 14
+        assert np.mean(np.stack(styled)) <= 0.6 * np.mean(np.stack(plain))
+
+
+def test_an_adapter_at_strength_zero_changes_nothing(pipeline: Any) -> None:
+    adapted = load_pipeline(adapter=ADAPTER_DIR / "outline.safetensors", scale=0.0)
+    sentence = "a red circle on a white background"
+    (plain,) = generate(pipeline, [sentence], [1])
+    (neutral,) = generate(adapted, [sentence], [1])
+    assert np.abs(plain.astype(int) - neutral).max() <= 1
+
+
+def test_the_shipped_files_are_small() -> None:
+    files = [path for path in MODEL_DIR.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 16 * 2**20
+    assert all(path.suffix in (".json", ".safetensors") for path in files)
+    for style in ADAPTERS:
+        assert (ADAPTER_DIR / f"{style}.safetensors").stat().st_size <= 300 * 1024
+
+
+def test_the_shipped_weights_are_half_precision_safetensors() -> None:
+    weights = [*MODEL_DIR.rglob("*.safetensors"), *ADAPTER_DIR.glob("*.safetensors")]
+    assert len(weights) == 3 + len(ADAPTERS)
+    for path in weights:
+        with safe_open(path, framework="pt") as file:
+            assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"F16"}  # noqa: SIM118
+
+
+def test_the_template_prefix_has_the_length_that_the_pipeline_drops(pipeline: Any) -> None:
+    assert pipeline.prompt_template_encode == in_template("{}")
+    assert pipeline.prompt_template_encode_start_idx == TEMPLATE_PREFIX_TOKENS == 34
+    assert len(pipeline.tokenizer(TEMPLATE_PREFIX).input_ids) == 34
+
+
+def test_each_word_of_the_grammar_is_one_token() -> None:
+    tokenizer = build_tokenizer()
+    for scene in random_scenes(50, seed=3):
+        sentence = pictures.caption(scene)
+        assert len(tokenizer.tokenize(sentence)) == len(sentence.split())
+
+
+def test_sentences_read_back_as_the_scene_they_were_written_from() -> None:
+    for scene in random_scenes(500, seed=1):
+        sentence = pictures.caption(scene)
+        assert pictures.parse(sentence) == scene
+        assert pictures.parse(sentence.replace("an orange", "a orange")) == scene
+
+
+@pytest.mark.parametrize(
+    "sentence", ["", "a cat", "a red circle", "a red circle on a red background", "red circle"]
+)
+def test_a_sentence_outside_the_grammar_is_refused(sentence: str) -> None:
+    with pytest.raises(ValueError, match="not a sentence"):
+        pictures.parse(sentence)
+
+
+def test_training_and_held_out_sentences_never_meet() -> None:
+    trained = pictures.sample_scenes(3000, seed=7, held_out=False)
+    held_out = pictures.sample_scenes(1000, seed=7, held_out=True)
+    assert not set(trained) & set(held_out)
+    assert len(set(held_out)) == 1000
+    assert pictures.sample_scenes(3000, seed=7, held_out=False) == trained
+
+
+@pytest.mark.parametrize("style", pictures.STYLES)
+def test_the_judge_passes_pictures_of_their_own_sentence(style: pictures.Style) -> None:
+    result = score_drawn(300, style)
+    assert result.adherent >= 0.99
+    assert result.shapes >= 0.99
+
+
+@pytest.mark.parametrize("style", pictures.STYLES)
+def test_the_judge_fails_pictures_of_other_sentences(style: pictures.Style) -> None:
+    scenes = random_scenes(300, seed=2)
+    rng = random.Random(2)
+    drawn = [pictures.draw(scene, rng, style) for scene in scenes]
+    passed = sum(
+        judge(scene, picture, style).adherent
+        for scene, picture in zip(scenes, drawn[1:] + drawn[:1], strict=True)
+    )
+    assert passed <= 3
+
+
+def test_the_judge_notices_one_wrong_word() -> None:
+    rng = random.Random(4)
+    for scene in random_scenes(100, seed=4):
+        picture = pictures.draw(scene, rng)
+        ground = rng.choice([b for b in pictures.BACKGROUNDS if b != scene.background])
+        assert not judge(replace(scene, background=ground), picture).background
+        first, *others = scene.items
+        colour = rng.choice([c for c in pictures.COLOURS if c != first.colour])
+        recoloured = (replace(first, colour=colour), *others)
+        assert not judge(replace(scene, items=recoloured), picture).colours
+        shape = rng.choice([s for s in pictures.SHAPES if s != first.shape])
+        reshaped = (replace(first, shape=shape), *others)
+        assert not judge(replace(scene, items=reshaped), picture).shapes
+
+
+def test_the_model_can_be_made_from_nothing_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    restore = TrainingState.restore
+
+    def restore_and_note(state: TrainingState) -> None:
+        restore(state)
+        started.append(state.step)
+
+    monkeypatch.setattr(TrainingState, "restore", restore_and_note)
+    train(tmp_path, "all", steps_vae=2, steps_model=2, pictures=32, batch_size=4)
+    folder = train(tmp_path, "all", steps_vae=3, steps_model=4, pictures=32, batch_size=4)
+    assert started == [0, 0, 2, 2]
+    adapter = tmp_path / "outline.safetensors"
+    train_adapter(folder, adapter, "outline", steps=2, count=32)
+    (drawn,) = generate(load_pipeline(folder, adapter), ["a red star on a pink background"], [0])
+    assert drawn.shape == (64, 64, 3)
+
+
+def test_a_resumed_training_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    step_counts: list[tuple[Path, int]] = [(broken, 3), (broken, 4), (unbroken, 4)]
+    ends = {}
+    for out, steps in step_counts:
+        network = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+        state = TrainingState({"network": network}, optimizer, out / "state.safetensors")
+        if not state.path.exists():
+            torch.nn.init.constant_(network.weight, 0.5)
+            torch.nn.init.zeros_(network.bias)
+        state.restore()
+        while state.step < steps:
+            optimizer.zero_grad()
+            network(torch.full((1, 3), float(state.step))).square().sum().backward()
+            optimizer.step()
+            state.step += 1
+        state.save()
+        ends[out] = network.weight.detach().clone()
+    assert torch.equal(ends[broken], ends[unbroken])
