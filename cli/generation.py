@@ -44,14 +44,14 @@ class Item:
 class RequestProgress:
     """A bar on standard error: finished pictures of all, and how many requests are in which state.
 
-    Shows nothing where standard error is no terminal.
+    Where standard error is no terminal it is one line that says that the requests were submitted.
 
     Args:
         pictures: how many pictures are wanted in all.
     """
 
     def __init__(self, pictures: int) -> None:
-        output = console(stderr=True)
+        self._console = output = console(stderr=True)
         columns = (TextColumn("pictures"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                    TextColumn("{task.description}"))  # fmt: skip
         self._progress = Progress(*columns, console=output, disable=not output.is_terminal,
@@ -65,6 +65,11 @@ class RequestProgress:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def submitted(self, requests: int) -> None:
+        """Say that requests are on their way."""
+        if not self._console.is_terminal:
+            self._console.print(f"submitted {requests} request{'s' if requests != 1 else ''}")
 
     def note(self, request_id: str, state: str) -> None:
         """Show a request's new state."""
@@ -124,6 +129,7 @@ def _follow(
 ) -> None:
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
     handles = connection.submit([request for _, request in live.values()], events.put)
+    progress.submitted(len(handles))
     open_handles = {handle.request_id: handle for handle in handles}
     while open_handles:
         event = events.get()
