@@ -19,7 +19,7 @@ from conftest import PATTERN
 from PIL import Image
 from support_pipelines import pattern
 
-from omni_engine.cli import configuration, generate, inspection, serve
+from omni_engine.cli import configuration, generate, inspection, interrupts, serve
 from omni_engine.cli import main as cli
 from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
@@ -305,6 +305,15 @@ def test_slugs_are_safe_file_names() -> None:
     assert slug("../../Ümläut/\x1b[31m") == "umlaut-31m"
     assert slug("猫") == "picture"
     assert len(slug("very " * 100)) <= 80
+
+
+def test_ctrl_c_during_start_up_is_held_not_lost() -> None:
+    interrupts.hold()
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupts.release()
 
 
 # -- a served engine
