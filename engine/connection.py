@@ -26,6 +26,7 @@ import zmq
 from omni_engine.engine.endpoints import check_endpoint, default_endpoint
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import (
+    ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     MalformedMessageError,
@@ -148,6 +149,7 @@ class Connection:
         connect_timeout_s: seconds within which the engine must answer.
 
     Raises:
+        ConfigError: if the endpoint is not one.
         EngineClosedError: if no engine answers there.
         ProtocolVersionError: if it speaks another version.
     """
@@ -155,6 +157,8 @@ class Connection:
     def __init__(self, endpoint: str | None = None, connect_timeout_s: float = 10.0) -> None:
         self.endpoint = endpoint or default_endpoint()
         check_endpoint(self.endpoint)
+        self._context = zmq.Context()
+        self._engine = _connected_socket(self._context, self.endpoint)  # the thread takes it over
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._calls: dict[int, Future[dict[str, Any]]] = {}
@@ -278,20 +282,13 @@ class Connection:
     # -- the I/O thread
 
     def _run(self) -> None:
-        context = zmq.Context()
-        engine = context.socket(zmq.DEALER)
-        engine.setsockopt(zmq.LINGER, 500)
-        engine.setsockopt(zmq.RECONNECT_IVL, 20)
-        engine.setsockopt(zmq.SNDHWM, 0)
-        engine.setsockopt(zmq.RCVHWM, 0)
+        engine = self._engine
         try:
-            engine.connect(self.endpoint)
             self._pump(engine)
             engine.send_multipart(codec.encode(messages.client_message(messages.BYE)))
         finally:
             self._fail_everything(EngineClosedError("this client was closed"))
-            engine.close()
-            context.destroy(linger=500)
+            self._context.destroy(linger=500)
             self._wake_reader.close()
             self._wake_writer.close()
 
@@ -409,6 +406,25 @@ class Connection:
             future.set_exception(error)
         for handle in handles.values():
             handle.fail(error)
+
+
+def _connected_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    engine = context.socket(zmq.DEALER)
+    engine.setsockopt(zmq.LINGER, 500)
+    engine.setsockopt(zmq.RECONNECT_IVL, 20)
+    engine.setsockopt(zmq.SNDHWM, 0)
+    engine.setsockopt(zmq.RCVHWM, 0)
+    try:
+        engine.connect(endpoint)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise ConfigError(
+            f"can't connect to {endpoint!r}: {error.strerror}",
+            field="endpoint",
+            value=endpoint,
+            expected="ipc://PATH or tcp://127.0.0.1:PORT",
+        ) from None
+    return engine
 
 
 def _chunks(

@@ -47,8 +47,8 @@ def check_endpoint(endpoint: str) -> None:
             )
 
 
-def bind_endpoint(socket: Any, endpoint: str) -> None:
-    """Bind the engine's socket for clients.
+def bind_endpoint(socket: Any, endpoint: str) -> str:
+    """Bind the engine's socket for clients; return the endpoint, with the port that ``*`` became.
 
     Raises:
         ConfigError: if the endpoint is not acceptable or can't be bound.
@@ -63,6 +63,7 @@ def bind_endpoint(socket: Any, endpoint: str) -> None:
             value=endpoint,
             expected="an address that is free",
         ) from None
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 class EndpointLock:
@@ -87,15 +88,17 @@ class EndpointLock:
             return self
         folder = self._path.parent
         self._created_directory = not folder.exists()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._endpoint == default_endpoint() and folder.stat().st_uid != os.getuid():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner(folder)
+            self._file = self._lock_path.open("w")
+        except OSError as error:
             raise ConfigError(
-                "the socket's directory belongs to another user",
+                f"can't make a socket in {folder}: {error.strerror}",
                 field="endpoint",
                 value=self._endpoint,
-                expected="a directory of your own",
-            )
-        self._file = self._lock_path.open("w")
+                expected="ipc:// and a path in a directory you can write to",
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -123,6 +126,15 @@ class EndpointLock:
         if self._created_directory:
             with contextlib.suppress(OSError):  # others may keep files there
                 self._path.parent.rmdir()
+
+    def _check_owner(self, folder: Path) -> None:
+        if self._endpoint == default_endpoint() and folder.stat().st_uid != os.getuid():
+            raise ConfigError(
+                "the socket's directory belongs to another user",
+                field="endpoint",
+                value=self._endpoint,
+                expected="a directory of your own",
+            )
 
     @property
     def _lock_path(self) -> Path:

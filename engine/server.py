@@ -37,6 +37,7 @@ from omni_engine.protocol.errors import (
     OmniError,
     QueueFullError,
     UnknownModelError,
+    WorkerLostError,
     nearest,
     shorten,
 )
@@ -136,8 +137,10 @@ class EngineServer:
             self.endpoint = self.endpoint or f"ipc://{directory}/clients"
             stack.enter_context(EndpointLock(self.endpoint))
             self._wake = stack.enter_context(_signal_pipe())
+            self._context = zmq.Context()
+            stack.callback(self._context.destroy, linger=2000)
             self._open_sockets(directory)
-            stack.callback(self._close_sockets)
+            stack.callback(self._worker_socket.close, linger=0)
             stack.callback(self._stop_workers)
             self._start_workers(f"ipc://{directory}/workers")
             logger.info("engine listens on %s", self.endpoint)
@@ -361,11 +364,11 @@ class EngineServer:
         if stage is None:
             return
         try:
-            message = codec.decode(frames[1:])
-        except OmniError as error:
-            logger.error("worker %s sent a message that can't be read: %s", worker_id, error)
-            return
-        stage.on_worker_message(worker_id, message, time.monotonic())
+            stage.on_worker_message(worker_id, codec.decode(frames[1:]), time.monotonic())
+        except Exception as error:  # boundary: one worker; it may not stop the others
+            logger.exception("worker %s sent a message that can't be used", worker_id)
+            reason = f"worker {worker_id} was ended: its message can't be used: {error}"
+            stage.give_up(worker_id, WorkerLostError(reason))
 
     def _send_to_worker(self, worker_id: str, message: dict[str, Any]) -> None:
         frames = [worker_id.encode(), *codec.encode(message)]
@@ -421,7 +424,6 @@ class EngineServer:
     # -- sockets
 
     def _open_sockets(self, directory: Path) -> None:
-        self._context = zmq.Context()
         self._worker_socket = self._context.socket(zmq.ROUTER)
         self._worker_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._worker_socket.setsockopt(zmq.SNDHWM, 0)
@@ -433,18 +435,13 @@ class EngineServer:
         self._client_socket.setsockopt(
             zmq.MAXMSGSIZE, self._config.limits.max_message_bytes * _HARD_FRAME_FACTOR
         )
-        bind_endpoint(self._client_socket, self.endpoint)
+        self.endpoint = bind_endpoint(self._client_socket, self.endpoint)
         self._poller = zmq.Poller()
         sources: list[Any] = [self._worker_socket, self._client_socket, self._wake.fileno()]
         if self._parent_fd is not None:
             sources.append(self._parent_fd)
         for source in sources:
             self._poller.register(source, zmq.POLLIN)
-
-    def _close_sockets(self) -> None:
-        self._worker_socket.close(linger=0)
-        self._client_socket.close(linger=2000)
-        self._context.destroy(linger=2000)
 
 
 def _closing() -> EngineClosedError:

@@ -1,0 +1,114 @@
+"""The documents state only what was run: every command and program in them is executed here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```(bash|python|sh)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_DOCUMENTS = ["README.md", "docs/pipelines.md"]
+
+
+def blocks(document: str) -> list[tuple[str, str, str]]:
+    """Language, file name (or "") and text of every code block, in order."""
+    return BLOCK.findall((ROOT / document).read_text())
+
+
+class Session:
+    """Runs a document's blocks in one folder; a ``serve`` command stays in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.servers: list[subprocess.Popen[str]] = []
+        programs = Path(sys.executable).parent
+        self.environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def run(self, language: str, name: str, text: str) -> None:
+        if name:
+            (self.folder / name).write_text(text)
+        elif language == "python":
+            self._finish([sys.executable, "-c", text])
+        elif text.startswith("omni-engine serve"):
+            self._serve(text)
+        else:
+            self._finish(["bash", "-euo", "pipefail", "-c", text])
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)
+            assert server.returncode == 0
+
+    def _finish(self, command: list[str]) -> None:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+
+    def _serve(self, command: str) -> None:
+        server = subprocess.Popen(
+            command.split(), cwd=self.folder, env=self.environment, text=True,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.servers.append(server)
+        assert server.stdout is not None
+        assert "serving" in server.stdout.readline()
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    session = Session(tmp_path)
+    yield session
+    session.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("document", RUN_DOCUMENTS)
+def test_every_command_and_program_runs(document: str, session: Session) -> None:
+    runnable = [block for block in blocks(document) if block[0] != "sh"]
+    assert runnable
+    for block in runnable:
+        session.run(*block)
+
+
+def test_make_targets_in_the_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md"):
+        for language, _, text in blocks(document):
+            if language == "sh":
+                lines = re.findall(r"^make ([a-z -]+?)(?: *#.*)?$", text, re.MULTILINE)
+                named = {target for line in lines for target in line.split()}
+                assert named <= targets
+
+
+@pytest.mark.parametrize("document", [*RUN_DOCUMENTS, "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / document).parent / target).exists(), target
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_make_demo_draws_eight_pictures() -> None:
+    out = ROOT / "demo-output"
+    before = set(out.glob("*.png"))
+    done = subprocess.run(
+        ["make", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(set(out.glob("*.png"))) >= max(9, len(before))
+    assert "batch" in done.stdout
