@@ -189,6 +189,12 @@ class StageRuntime:
                 worker.error = error_from_wire(message["error"])
                 logger.error("worker %s: %s", worker_id, worker.error)
 
+    def give_up(self, worker_id: str, error: OmniError) -> None:
+        """End a worker whose messages can't be used; its requests are told when it is gone."""
+        worker = self.workers[worker_id]
+        worker.error = error
+        worker.kill()
+
     def dispatch(self, now: float) -> None:
         """Give idle workers what the scheduler decides."""
         idle = [w for w in self.workers.values() if w.state is WorkerState.IDLE]
@@ -314,9 +320,9 @@ class StageRuntime:
             live.listener.on_status(live.request.request_id, RequestStatus.RUNNING)
 
     def _on_outputs(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
+        outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
         worker.end(now)
-        for wire in message["outputs"]:
-            output = DiffusionOutput.from_wire(wire)
+        for output in outputs:
             self._finish(output, now)
 
     def _finish(self, output: DiffusionOutput, now: float) -> None:

@@ -15,12 +15,11 @@ import msgpack
 import numpy as np
 
 from omni_engine.protocol.errors import MalformedMessageError, MessageTooLargeError
-from omni_engine.protocol.tensors import ITEM_SIZES, TensorData
+from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS, TensorData
 
 EXT_BUFFER = 1
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_FRAMES = 4096
-MAX_DIMENSIONS = 32
 
 Frame = bytes | bytearray | memoryview
 

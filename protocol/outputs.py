@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from omni_engine.protocol.errors import MalformedMessageError, OmniError, error_from_wire
-from omni_engine.protocol.tensors import TensorData
+from omni_engine.protocol.errors import (
+    MalformedMessageError,
+    OmniError,
+    PipelineContractError,
+    error_from_wire,
+    shorten,
+)
+from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS, TensorData
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,19 @@ class DiffusionOutput:
         return self
 
     def to_wire(self) -> dict[str, Any]:
-        """Return a dict of plain values and arrays, ready for the codec."""
+        """Return a dict of plain values and arrays, ready for the codec.
+
+        Raises:
+            PipelineContractError: if a field is not of its type; pipelines fill them in.
+        """
+        for name, fits, expected in _FIELD_TYPES:
+            if not fits(value := getattr(self, name)):
+                raise PipelineContractError(
+                    f"the pipeline's output has unusable {name}",
+                    field=f"DiffusionOutput.{name}",
+                    value=shorten(value),
+                    expected=expected,
+                )
         return {
             "request_id": self.request_id,
             "images": self.images,
@@ -99,9 +118,11 @@ class DiffusionOutput:
             "finished": self.finished,
             "error": None if self.error is None else self.error.to_wire(),
             "aborted": self.aborted,
-            "seed": self.seed,
+            "seed": None if self.seed is None else int(self.seed),
             "applied_loras": [dataclasses.asdict(lora) for lora in self.applied_loras],
-            "metrics": dataclasses.asdict(self.metrics),
+            "metrics": {
+                name: kind(getattr(self.metrics, name)) for name, kind in _METRIC_TYPES.items()
+            },
         }
 
     @classmethod
@@ -131,3 +152,79 @@ class DiffusionOutput:
     def failed(cls, request_id: str, error: OmniError, seed: int | None = None) -> DiffusionOutput:
         """Build the output of a request that ended with an error."""
         return cls(request_id, error=error, seed=seed, aborted=error.code == "aborted")
+
+
+_METRIC_TYPES: dict[str, type[float] | type[int] | type[str]] = {
+    "queue_ms": float,
+    "run_ms": float,
+    "num_steps": int,
+    "num_forwards": int,
+    "mean_batch_size": float,
+    "max_batch_size": int,
+    "worker": str,
+}
+
+
+_ACCEPTED: dict[type, type] = {float: numbers.Real, int: numbers.Integral, str: str}
+
+
+def _are_pictures(value: object, dimensions: int) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, np.ndarray)
+        and item.dtype == np.uint8
+        and item.ndim == dimensions
+        and item.shape[-1] == 3
+        for item in value
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    if isinstance(value, TensorData):
+        return True
+    return (
+        isinstance(value, np.ndarray)
+        and value.dtype.name in ITEM_SIZES
+        and value.dtype == value.dtype.newbyteorder("<")
+        and value.ndim <= MAX_DIMENSIONS
+    )
+
+
+def _are_metrics(value: object) -> bool:
+    return isinstance(value, OutputMetrics) and all(
+        isinstance(getattr(value, name), _ACCEPTED[kind]) for name, kind in _METRIC_TYPES.items()
+    )
+
+
+_FIELD_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "images",
+        lambda value: value is None or _are_pictures(value, 3),
+        "None, or a list of uint8 arrays of shape (height, width, 3)",
+    ),
+    (
+        "frames",
+        lambda value: value is None or _are_pictures(value, 4),
+        "None, or a list of uint8 arrays of shape (num_frames, height, width, 3)",
+    ),
+    (
+        "latents",
+        lambda value: value is None or _is_tensor(value),
+        "None, an array of numbers, or TensorData",
+    ),
+    ("finished", lambda value: isinstance(value, bool), "True or False"),
+    ("aborted", lambda value: isinstance(value, bool), "True or False"),
+    (
+        "error",
+        lambda value: value is None or isinstance(value, OmniError),
+        "None or an OmniError",
+    ),
+    (
+        "seed",
+        lambda value: (
+            value is None or (isinstance(value, numbers.Integral) and 0 <= int(value) < 2**64)
+        ),
+        "None or an integer >= 0",
+    ),
+    ("metrics", _are_metrics, "OutputMetrics with numbers in it"),
+)
+"""(field, whether its value fits, what fits); what is not listed only the engine fills in."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import SAMPLING_FIELDS, DiffusionRequest
 
@@ -176,6 +177,13 @@ class PipelineCapabilities:
 
 
 def outputs_message(plan_id: int, outputs: list[DiffusionOutput]) -> dict[str, Any]:
-    """Build a worker's answer to a batch plan."""
-    wire = [output.to_wire() for output in outputs]
+    """Build a worker's answer to a batch plan; an unusable output becomes its request's error."""
+    wire = [_output_to_wire(output) for output in outputs]
     return {"type": OUTPUTS, "plan_id": plan_id, "outputs": wire}
+
+
+def _output_to_wire(output: DiffusionOutput) -> dict[str, Any]:
+    try:
+        return output.to_wire()
+    except PipelineContractError as error:
+        return DiffusionOutput.failed(output.request_id, error).to_wire()

@@ -28,6 +28,8 @@ ITEM_SIZES: dict[str, int] = {name: np.dtype(name).itemsize for name in _NUMPY_D
 ITEM_SIZES["bfloat16"] = 2
 """Bytes per item of every dtype that may cross the wire; all little-endian."""
 
+MAX_DIMENSIONS = 32
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorData:

@@ -26,6 +26,7 @@ from omni_engine.protocol.errors import (
     MessageTooLargeError,
     ModelError,
     OmniError,
+    PipelineContractError,
     UnknownFieldError,
     error_from_wire,
     shorten,
@@ -414,6 +415,44 @@ def test_an_output_round_trips(output: DiffusionOutput) -> None:
     assert str(back.error) == str(output.error)
     in_message = decode(frames_of(outputs_message(3, [output, output])))
     assert all(same(wire, output.to_wire()) for wire in in_message["outputs"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("images", np.zeros((1, 2, 2, 3), np.uint8)),
+        ("images", [np.zeros((2, 2, 3))]),
+        ("images", [np.zeros((2, 2, 4), np.uint8)]),
+        ("images", ["a.png"]),
+        ("frames", [np.zeros((2, 2, 3), np.uint8)]),
+        ("latents", torch.zeros(1)),
+        ("latents", np.zeros(1, complex)),
+        ("latents", np.zeros(1, ">f4")),
+        ("finished", 1),
+        ("error", ValueError("not one of ours")),
+        ("seed", -1),
+        ("seed", "7"),
+        ("metrics", None),
+        ("metrics", OutputMetrics(num_steps="4")),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_an_unusable_output_becomes_its_requests_error(field: str, value: Any) -> None:
+    bad = DiffusionOutput("bad", images=[])
+    setattr(bad, field, value)
+    wire = decode(frames_of(outputs_message(1, [bad, DiffusionOutput("good")])))["outputs"]
+    first, second = (DiffusionOutput.from_wire(entry) for entry in wire)
+    assert (first.request_id, second.request_id, second.error) == ("bad", "good", None)
+    assert type(first.error) is PipelineContractError
+    assert first.error.field == f"DiffusionOutput.{field}"
+    assert first.error.expected
+
+
+def test_numpy_numbers_in_an_output_are_fine() -> None:
+    metrics = OutputMetrics(num_steps=np.int64(4), mean_batch_size=np.float32(1.5))  # type: ignore[arg-type]
+    output = DiffusionOutput("r", seed=np.uint64(7), metrics=metrics)  # type: ignore[arg-type]
+    back = DiffusionOutput.from_wire(decode(frames_of(output.to_wire())))
+    assert (back.seed, back.metrics.num_steps, back.metrics.mean_batch_size) == (7, 4, 1.5)
 
 
 ADAPTER = Adapter("night", "/models/night.safetensors", "ab" * 32, 0.8)

@@ -20,7 +20,7 @@ from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
 from omni_engine.protocol.requests import SAMPLING_FIELDS, build_request
-from omni_engine.protocol.tensors import ITEM_SIZES
+from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS
 from omni_engine.stages.config import Limits
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -267,7 +267,7 @@ def test_the_page_states_the_limits_that_are() -> None:
         f"({limits.max_message_bytes >> 20} MiB unless configured)",
         f"the header | {codec.MAX_HEADER_BYTES >> 20} MiB",
         f"frames of a message | {codec.MAX_FRAMES}",
-        f"dimensions of an array | {codec.MAX_DIMENSIONS}",
+        f"dimensions of an array | {MAX_DIMENSIONS}",
         f"ids of an `abort` | {messages.MAX_REQUESTS_PER_MESSAGE}",
         f"list of 1 to {messages.MAX_REQUESTS_PER_MESSAGE} maps",
         f"configured, {limits.max_waiting_requests} by default",

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import mmap
+import os
 import random
 import threading
 import time
@@ -60,6 +61,33 @@ def stage(name: str, replicas: int = 1, **arguments: object) -> dict[str, object
     }
 
 
+ODD_PIPELINE = """
+import dataclasses
+from support_pipelines import PatternPipeline
+
+class OddMetrics:
+    pass
+
+class OddPipeline(PatternPipeline):
+    extra_args = PatternPipeline.extra_args | {"field"}
+    per_request = PatternPipeline.per_request | {"field"}
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        for request, output in zip(batch.requests, outputs):
+            match request.sampling_params.extra_args.get("field"):
+                case "images":
+                    output.images = [picture / 255 for picture in output.images]
+                case "error":
+                    output.error = ValueError("not an OmniError")
+                case "metrics":
+                    output.metrics = OddMetrics()
+                case "surrogate":
+                    raise ValueError("\\udcff")
+        return outputs
+"""
+
+
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine with good models and models that can't be loaded; all workers are settled."""
@@ -73,7 +101,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (unknown / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipelin"}))
     loras = [{"name": name, "path": f"bundled:{name}"} for name in ("outline", "night")]
     stages = [
-        stage("pattern", pipeline=PATTERN),
+        stage("pattern", pipeline="odd_pipelines:OddPipeline"),
         stage("guided", model=str(guided), lora_modules=loras, default_sampling_params={
             "height": 64, "width": 64, "num_inference_steps": 2}),
         stage("pair", replicas=2, pipeline=PATTERN),
@@ -82,6 +110,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         stage("unknown-class", model=str(unknown)),
         stage("empty-folder", model=str(empty)),
     ]  # fmt: skip
+    (folder / "odd_pipelines.py").write_text(ODD_PIPELINE)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{folder}")
     deploy = folder / "deploy.yaml"
     deploy.write_text(
         yaml.safe_dump({"stage_args": [{"stage_id": i, **s} for i, s in enumerate(stages)]})
@@ -93,6 +124,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield engine.endpoint
     finally:
         engine.close()
+        monkeypatch.undo()
 
 
 @pytest.fixture
@@ -729,6 +761,28 @@ def test_an_extra_argument_that_the_pipeline_can_not_use(raw: RawClient) -> None
     assert raw.output(good["request_id"])["error"] is None
 
 
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [("images", "a list of uint8 arrays of shape"), ("error", "None or an OmniError"),
+     ("metrics", "OutputMetrics")],
+)  # fmt: skip
+def test_a_pipeline_whose_output_is_unusable(field: str, expected: str, raw: RawClient) -> None:
+    bad, good = wire(extra_args={"field": field}), wire()
+    raw.submit(bad, good)
+    error = raw.output(bad["request_id"])["error"]
+    matches(error, "pipeline_contract", f"DiffusionOutput.{field}", expected=expected)
+    assert raw.output(good["request_id"])["error"] is None
+
+
+def test_a_pipeline_that_raises_text_that_can_not_be_sent(raw: RawClient) -> None:
+    bad, good = wire(extra_args={"field": "surrogate"}), wire()
+    raw.submit(bad, good)
+    error = raw.output(bad["request_id"])["error"]
+    assert error["code"] == "model_error"
+    assert r"ValueError: \udcff" in error["message"]
+    assert raw.output(good["request_id"])["error"] is None
+
+
 def kill_a_worker(client: RawClient, exit_code: int) -> None:
     """Make a worker of the pair exit; its request is told, another model's goes on."""
     bad, good = wire("pair", extra_args={"exit_code": exit_code}), wire()
@@ -850,7 +904,8 @@ def test_huge_lists_of_requests(raw: RawClient) -> None:
     assert [answer["type"] for answer in answers] == ["error"] * 2048 + ["accepted"]
     raw.send("abort", request_ids=answers[-1]["request_ids"])
     for request in requests[1::2]:
-        assert raw.output(request["request_id"])["error"]["code"] in ("aborted", None)
+        error = raw.output(request["request_id"])["error"]
+        assert error is None or error["code"] == "aborted"
 
 
 def test_aborting_what_is_unknown(raw: RawClient) -> None:
