@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,14 @@ class RequestKey:
     fields: tuple[tuple[str, Hashable], ...]
     layout: tuple[tuple[str, Hashable], ...]
     adapter: tuple[str, float] | None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.fields, self.layout, self.adapter)))
+
+    def __hash__(self) -> int:
+        """Return the hash computed once: the scheduler hashes a key at every step of a request."""
+        return self._hash
 
 
 def request_key(

@@ -1,0 +1,202 @@
+"""What is wrong with a configuration's data, in words: single values and relations between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic_core import ErrorDetails
+
+from omni_engine.protocol.errors import ConfigError, nearest, shorten
+from omni_engine.stages import config as schema
+from omni_engine.stages.yaml_source import Loc, dotted
+
+_STAGE: Loc = ("stage_args", 0)
+
+OVERRIDES: dict[str, Loc] = {
+    "endpoint": ("endpoint",),
+    "name": (*_STAGE, "name"),
+    **{name: ("limits", name) for name in schema.Limits.model_fields},
+    **{name: (*_STAGE, "engine_args", name) for name in schema.EngineArgs.model_fields},
+    **{name: (*_STAGE, "runtime", name) for name in schema.RuntimeArgs.model_fields},
+}
+"""Every option that can be overridden, and the place of its value in the configuration."""
+
+
+class Finding(NamedTuple):
+    """Something wrong at a place of the data."""
+
+    loc: Loc
+    message: str
+    hint: str | None = None
+    unsupported: bool = False
+
+
+def walk(data: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+    """Yield every value inside ``data`` with its place, ``data`` itself first."""
+    yield loc, data
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from walk(value, (*loc, key))
+
+
+def dig(data: Any, *loc: str | int) -> Any:
+    """Return the value at a place of nested mappings; None if there is none."""
+    for part in loc:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def explain(error: ErrorDetails) -> Finding:
+    """Put one of pydantic's errors into words."""
+    loc, kind, value = error["loc"], error["type"], error["input"]
+    if "extra_args" in loc:
+        loc = loc[: loc.index("extra_args") + 2]  # pydantic goes on with the kinds it tried
+    if kind == "extra_forbidden":
+        return Finding(loc, "unknown key", _key_hint(loc))
+    wanted = "a finite number" if kind == "finite_number" else schema.allowed(loc)
+    if kind == "missing":
+        return Finding(loc, f"is missing; expected {wanted}")
+    message = f"expected {wanted}, got {_shown(value)}"
+    return Finding(loc, message, _value_hint(kind, value, wanted))
+
+
+def _key_hint(loc: Loc) -> str:
+    known, key = schema.known_keys(loc[:-1]), str(loc[-1])
+    if key in OVERRIDES:
+        parents = ".".join(part for part in OVERRIDES[key][:-1] if isinstance(part, str))
+        return f"it belongs under {parents}" if parents else "it belongs to the top level"
+    close = nearest(key, known)
+    return f"did you mean {close}?" if close else f"known here: {', '.join(known)}"
+
+
+_BOOLEANS = {"on": "true", "yes": "true", "true": "true"}
+_BOOLEANS |= {"off": "false", "no": "false", "false": "false"}
+
+
+def _value_hint(kind: str, value: object, wanted: str) -> str | None:
+    if kind == "string_type" and isinstance(value, int | float):
+        return "put it in quotes"
+    if not isinstance(value, str):
+        return None
+    if kind == "literal_error":
+        close = nearest(value, wanted.removeprefix("one of ").split(", "))
+        return f"did you mean {close}?" if close else None
+    if kind == "bool_type" and value.lower() in _BOOLEANS:
+        return f"write {_BOOLEANS[value.lower()]} without quotes"
+    if kind in ("int_type", "float_type") and re.fullmatch(r"[-+]?[\d.]{1,9}(e[-+]?\d)?", value):
+        return f"write {float(value):.15g} without quotes"
+    return None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return f"a string ({json.dumps(shorten(value), ensure_ascii=False)})"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    words = {"None": "null", "True": "true (a boolean)", "False": "false (a boolean)"}
+    return words.get(repr(value), shorten(value))
+
+
+_LIMITED = {
+    "height": "max_side",
+    "width": "max_side",
+    "num_frames": "max_frames",
+    "num_inference_steps": "max_steps",
+    "num_outputs_per_prompt": "max_outputs_per_prompt",
+}
+
+
+def relations(data: Any) -> Iterator[Finding]:
+    """Yield what is wrong between values; single wrong values and wrong types are passed over."""
+    stages = dig(data, "stage_args")
+    ids: dict[Loc, object] = {}
+    names: dict[Loc, object] = {}
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        at, args = ("stage_args", index), dig(stage, "engine_args")
+        ids[(*at, "stage_id")] = dig(stage, "stage_id")
+        names[(*at, "name")] = dig(stage, "name")
+        if names[(*at, "name")] is None and isinstance(dig(args, "model"), str):
+            names[(*at, "engine_args", "model")] = schema.model_name(args["model"])
+        yield from _adapter_findings(args, (*at, "engine_args"))
+        yield from _default_findings(data, args, (*at, "engine_args", "default_sampling_params"))
+        yield from _useless_findings(args, dig(stage, "runtime"), at)
+    yield from _repeated(ids)
+    yield from _repeated(names)
+
+
+def _repeated(values: Mapping[Loc, object]) -> Iterator[Finding]:
+    first: dict[object, Loc] = {}
+    for loc, value in values.items():
+        if isinstance(value, int | str) and first.setdefault(value, loc) != loc:
+            message = f"{value!r} is in use already, by {dotted(first[value])}"
+            hint = "give the stage a name of its own" if loc[-1] == "model" else "choose another"
+            yield Finding(loc, message, hint)
+
+
+def _adapter_findings(args: Any, at: Loc) -> Iterator[Finding]:
+    modules = dig(args, "lora_modules")
+    names: dict[Loc, object] = {}
+    for index, module in enumerate(modules if isinstance(modules, list) else ()):
+        loc, path = (*at, "lora_modules", index), dig(module, "path")
+        names[(*loc, "name")] = dig(module, "name")
+        try:
+            if isinstance(path, str) and path.strip():
+                schema.resolve_adapter(path, "")
+        except ConfigError as error:
+            yield Finding((*loc, "path"), error.message, error.hint)
+    yield from _repeated(names)
+    default, known = dig(args, "default_lora", "name"), {str(name) for name in names.values()}
+    if isinstance(default, str) and default not in known:
+        close = nearest(default, known)
+        hint = f"did you mean {close}?" if close else "register it in lora_modules"
+        yield Finding((*at, "default_lora", "name"), f"no adapter {default!r} is registered", hint)
+
+
+def _default_findings(data: Any, args: Any, at: Loc) -> Iterator[Finding]:
+    defaults = dig(args, at[-1])
+    for key, limit in _LIMITED.items():
+        value, most = dig(defaults, key), _limit(data, limit)
+        if isinstance(value, int) and value > most:
+            yield Finding((*at, key), f"{value} is more than limits.{limit} allows ({most})")
+    height, width = dig(defaults, "height"), dig(defaults, "width")
+    most = _limit(data, "max_pixels")
+    if isinstance(height, int) and isinstance(width, int) and height * width > most:
+        message = f"{height} x {width} pixels are more than limits.max_pixels allows ({most})"
+        yield Finding(at, message)
+
+
+def _limit(data: Any, name: str) -> int:
+    value = dig(data, "limits", name)
+    default: int = schema.Limits.model_fields[name].default
+    return value if isinstance(value, int) else default
+
+
+def _useless_findings(args: Any, runtime: Any, at: Loc) -> Iterator[Finding]:
+    """Yield what can't take effect: it is refused, not ignored."""
+    inside, model, devices = (*at, "engine_args"), dig(args, "model"), dig(runtime, "devices")
+    if dig(args, "step_execution") is True:
+        message = "step execution is not available in this version"
+        hint = "leave it false; requests still share forwards in request mode"
+        yield Finding((*inside, "step_execution"), message, hint, unsupported=True)
+    if isinstance(model, str) and os.path.isabs(model) and not os.path.isdir(model):
+        yield Finding((*inside, "model"), f"there is no folder {model}")
+    is_local = isinstance(model, str) and (model == "bundled" or os.path.isabs(model))
+    if is_local and isinstance(dig(args, "revision"), str):
+        message = "a revision has no effect on a local model"
+        yield Finding((*inside, "revision"), message, "leave it out", unsupported=True)
+    if dig(args, "scheduling_policy") == "fifo" and dig(args, "max_skip_ms") is not None:
+        message = "max_skip_ms has no effect with scheduling_policy fifo, which skips no request"
+        yield Finding((*inside, "max_skip_ms"), message, "leave it out", unsupported=True)
+    named = schema.parse_devices(devices) if isinstance(devices, str) else ("auto",)
+    if len(set(named)) < len(named):
+        message = f"{devices!r} names a device twice"
+        yield Finding((*at, "runtime", "devices"), message, "use replicas for several workers")
+    if dig(runtime, "threads") is not None and not {"auto", "cpu"} & set(named):
+        message = f"threads have no effect on {devices}: they are for CPU workers"
+        yield Finding((*at, "runtime", "threads"), message, "leave it out", unsupported=True)
