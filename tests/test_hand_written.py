@@ -1,0 +1,178 @@
+"""Hand-written pipelines: the contract, what is checked, and how they are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from support_pipelines import NoForward, PatternPipeline, SerialPipeline
+
+from omni_engine import DiffusionOutput, DiffusionRequestBatch, Omni, OmniDiffusionSamplingParams
+from omni_engine.engine.devices import available_devices, worker_device
+from omni_engine.engine.endpoints import EndpointLock
+from omni_engine.protocol.errors import ConfigError, PipelineContractError
+from omni_engine.protocol.requests import build_request
+from omni_engine.stages.contracts import check_request_contract, check_results
+from omni_engine.worker.process import declared_capabilities
+
+OPTIONS: dict[str, Any] = {"lora_modules": [], "default_sampling_params": {}, "max_num_seqs": 4}
+
+
+def batch(*ids: str) -> DiffusionRequestBatch:
+    params = OmniDiffusionSamplingParams(seed=1)
+    return DiffusionRequestBatch(
+        tuple(build_request(f"prompt {i}", params, request_id=i) for i in ids)
+    )
+
+
+def test_batch_gives_what_a_pipeline_reads() -> None:
+    two = batch("a", "b")
+    assert two.num_reqs == 2
+    assert two.request_ids == ("a", "b")
+    assert two.prompts == ("prompt a", "prompt b")
+    assert [params.seed for params in two.sampling_params_list] == [1, 1]
+    assert batch("a").sampling_params.seed == 1
+    with pytest.raises(ValueError, match="too many values"):
+        two.sampling_params  # noqa: B018
+
+
+class InstanceLoad(PatternPipeline):
+    def load(self, context: Any) -> Any:  # type: ignore[override]
+        return self
+
+
+class OddFlag(PatternPipeline):
+    supports_request_batch = "yes"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(NoForward, "lacks forward"), (object, "lacks load, forward"),
+     (InstanceLoad, "must be a classmethod"), (OddFlag, "must be a bool")],
+)  # fmt: skip
+def test_contract_is_checked_from_the_class(cls: type[Any], message: str) -> None:
+    with pytest.raises(PipelineContractError, match=message):
+        check_request_contract(cls)
+
+
+def test_a_complete_class_passes() -> None:
+    check_request_contract(PatternPipeline)
+    check_request_contract(SerialPipeline)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (None, "did not return a list"),
+        ([1, 2], "did not return a list"),
+        ([DiffusionOutput("a")], "wrong number"),
+        ([DiffusionOutput("b"), DiffusionOutput("a")], "another order"),
+    ],
+)
+def test_results_are_checked(results: Any, message: str) -> None:
+    with pytest.raises(PipelineContractError, match=message):
+        check_results(batch("a", "b"), results)
+
+
+def test_capabilities_are_read_from_attributes() -> None:
+    found = declared_capabilities(PatternPipeline())
+    assert found.pipeline == "PatternPipeline"
+    assert found.supports_request_batch
+    assert found.per_request == {"num_outputs_per_prompt", "negative_prompt", "raise_text"}
+    assert found.defaults["height"] == 16
+    assert "does not declare" in declared_capabilities(SerialPipeline()).batching_note
+
+
+def test_a_pipeline_without_the_flag_runs_request_by_request(
+    start_own_engine: Callable[..., Omni],
+) -> None:
+    omni = start_own_engine("bundled", pipeline="support_pipelines:SerialPipeline", **OPTIONS)
+    outputs = omni.generate(["a", "b", "c"])
+    assert [output.raise_for_error().metrics.max_batch_size for output in outputs] == [1, 1, 1]
+    (stage,) = omni.status()["stages"]
+    assert stage["effective_max_num_seqs"] == 1
+    assert "does not declare supports_request_batch" in stage["batching"]
+
+
+def test_a_pipeline_named_by_entry_point(
+    start_own_engine: Callable[..., Omni], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "offering-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[omni_engine.pipelines]\npattern-by-name = support_pipelines:PatternPipeline\n"
+    )
+    support = str(Path(__file__).parent / "support")
+    monkeypatch.setenv("PYTHONPATH", f"{support}:{tmp_path}")
+    omni = start_own_engine("bundled", pipeline="pattern-by-name", **OPTIONS)
+    assert omni.generate("a")[0].ok
+    with pytest.raises(Exception, match="pattern-by-name") as caught:
+        Omni("bundled", pipeline="pattern-by-nam", devices="cpu", **OPTIONS)
+    assert "no installed package offers a pipeline named 'pattern-by-nam'" in str(caught.value)
+
+
+def test_two_models_side_by_side(start_own_engine: Callable[..., Omni], tmp_path: Path) -> None:
+    stage = (
+        "  - stage_id: {i}\n    name: {name}\n    engine_args:\n      model: bundled\n"
+        "      pipeline: support_pipelines:{cls}\n    runtime: {{devices: cpu}}\n"
+    )
+    text = "stage_args:\n" + "".join(
+        stage.format(i=i, name=name, cls=cls)
+        for i, (name, cls) in enumerate([("one", "PatternPipeline"), ("two", "SerialPipeline")])
+    )
+    (tmp_path / "stages.yaml").write_text(text)
+    with Omni(config=tmp_path / "stages.yaml") as omni:
+        by_default = omni.generate(["a", "b"])
+        chosen = omni.generate(["a", "b"], model="two")
+        (wrong,) = omni.generate("a", model="tow")
+        workers = [{output.metrics.worker for output in out} for out in (by_default, chosen)]
+        assert workers == [{"stage0-worker0"}, {"stage1-worker0"}]
+        assert wrong.error is not None
+        assert (wrong.error.code, wrong.error.field) == ("unknown_model", "model")
+        assert "Did you mean 'two'?" in str(wrong.error)
+        assert [model["name"] for model in omni.client.models()] == ["one", "two"]
+
+
+class FakeDev:
+    names: ClassVar = ["nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "tty0"]
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> Path:
+    for name in FakeDev.names:
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_devices_are_found_without_torch(dev: Path, tmp_path_factory: Any) -> None:
+    assert available_devices({}, dev) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert available_devices({"CUDA_VISIBLE_DEVICES": "2,0"}, dev) == ["cuda:0", "cuda:1"]
+    assert available_devices({"CUDA_VISIBLE_DEVICES": ""}, dev) == []
+    assert available_devices({}, tmp_path_factory.mktemp("empty")) in ([], ["mps"])
+
+
+def test_a_worker_sees_only_its_own_device() -> None:
+    second = worker_device("cuda:1", {})
+    assert (second.torch_name, second.environment) == ("cuda:0", {"CUDA_VISIBLE_DEVICES": "1"})
+    restricted = worker_device("cuda:1", {"CUDA_VISIBLE_DEVICES": "4,7"})
+    assert restricted.environment == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert worker_device("cpu", {}).environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_one_engine_per_endpoint(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/folder/engine"
+    with EndpointLock(endpoint):
+        assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+        with pytest.raises(ConfigError, match="another engine serves there"):
+            EndpointLock(endpoint).__enter__()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_pictures_are_views_of_what_was_received(client: Any) -> None:
+    (output,) = client.generate("a")
+    assert isinstance(output.images[0], np.ndarray)
+    assert not output.images[0].flags.owndata
