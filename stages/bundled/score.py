@@ -59,7 +59,7 @@ class Score:
 
 def load_pipeline(model: Path = MODEL_DIR, adapter: Path | None = None, scale: float = 1.0) -> Any:
     """Loads a model in float32, with an adapter at some strength if one is given."""
-    pipeline = QwenImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(model, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     if adapter is not None:
         pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name, adapter_name="style")

@@ -24,8 +24,8 @@ from .training import Progress, learning_rate, step_generator
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANK = 4
-ALPHA = 8
+RANK = 8
+ALPHA = 16
 TARGETS = (
     "img_in",
     "to_q",
@@ -58,7 +58,7 @@ def train_adapter(
         steps: Training steps.
         count: How many pictures to learn from.
     """
-    pipeline = QwenImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(model, dtype=torch.float32)
     data = make_latents(pipeline.vae, count, _LATENT_SEED, style, _statistics(pipeline.vae))
     torch.manual_seed(_SEED)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))
