@@ -22,7 +22,7 @@ from omni_engine.cli.pictures import make_folder, slug
 from omni_engine.cli.report import seconds_per_picture
 from omni_engine.engine.omni import Omni
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 PROMPTS = (
     "a red circle on a white background",

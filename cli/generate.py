@@ -26,7 +26,7 @@ from omni_engine.cli.options import (
 from omni_engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+    from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 _SAMPLING = "Picture"
 
@@ -102,7 +102,7 @@ class SamplingOptions:
         Raises:
             OmniError: if a value is not acceptable.
         """
-        from omni_engine.protocol.requests import LoRARequest, OmniDiffusionSamplingParams
+        from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 
         extra = [parse_assignment("--extra-arg", a, "NAME=VALUE") for a in self.extra_arg or ()]
         return OmniDiffusionSamplingParams(

@@ -13,11 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from omni_engine.cli.display import console
 from omni_engine.cli.pictures import PictureFolder
-from omni_engine.engine.connection import Connection, RequestEvent, RequestHandle
+from omni_engine.engine.connection import Connection
+from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.prompts import build_requests
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import DiffusionRequest, OmniDiffusionSamplingParams
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 _SHOWN_STATES = ("running", "waiting", "submitted")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omni_engine.protocol.errors import ConfigError, OmniError, UnknownAdapterError, nearest
 from omni_engine.protocol.plans import Adapter, AdapterActivation
-from omni_engine.protocol.requests import LoRARequest, canonical_scale
+from omni_engine.protocol.sampling import LoRARequest, canonical_scale
 from omni_engine.stages.config import EngineArgs
 
 

@@ -12,11 +12,8 @@ from omni_engine.engine.keys import RequestKey, request_key
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitExceededError
 from omni_engine.protocol.fields import unknown_field
 from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
-from omni_engine.protocol.requests import (
-    MAX_SEED,
-    DiffusionRequest,
-    OmniDiffusionSamplingParams,
-)
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.sampling import MAX_SEED, OmniDiffusionSamplingParams
 from omni_engine.stages.config import EngineArgs, Limits
 from omni_engine.stages.families import model_defaults
 

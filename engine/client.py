@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from omni_engine.engine.connection import Connection, RequestEvent, RequestHandle
+from omni_engine.engine.connection import Connection
+from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.prompts import Prompt, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 Params = OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None
 OnOutput = Callable[[DiffusionOutput], None]

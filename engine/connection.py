@@ -11,19 +11,19 @@ import contextlib
 import itertools
 import logging
 import math
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from omni_engine.engine.endpoints import check_endpoint, default_endpoint
+from omni_engine.engine.handles import RequestEvent, RequestHandle, answer_future
+from omni_engine.engine.packing import sizes, split
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import (
     ConfigError,
@@ -42,103 +42,6 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 3.0
 ENGINE_TIMEOUT_S = 15.0
-_BATCH_BYTES = 64 * 2**20
-_ENVELOPE_BYTES = 128
-"""What a message adds to its requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    """A change in a request's life: ``waiting``, ``running`` or ``finished_*``."""
-
-    request_id: str
-    status: str
-
-
-def _answer_future() -> Future[Any]:
-    """A future that a waiting task's cancellation can't touch: only the I/O thread settles it."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-class RequestHandle:
-    """A submitted request: follow it, wait for it, end it.
-
-    Args:
-        request: what was submitted.
-        abort: called with the id to end it.
-        on_event: called from the connection's thread for every change; must not block.
-    """
-
-    def __init__(
-        self,
-        request: DiffusionRequest,
-        abort: Callable[[Sequence[str]], None],
-        on_event: Callable[[RequestEvent], None] | None = None,
-    ) -> None:
-        self.request_id = request.request_id
-        self.status = "submitted"
-        self.future: Future[DiffusionOutput] = _answer_future()
-        self._seed = request.sampling_params.seed
-        self._abort = abort
-        self._on_event = on_event
-        self._events: queue.SimpleQueue[RequestEvent | None] = queue.SimpleQueue()
-        self._ending = threading.Lock()
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended."""
-        return self.future.done()
-
-    def result(self, timeout_s: float | None = None) -> DiffusionOutput:
-        """Wait for the request's end; a failed one carries its ``error``.
-
-        Raises:
-            RequestTimeoutError: if it did not end within ``timeout_s`` seconds; it goes on.
-        """
-        try:
-            return self.future.result(timeout_s)
-        except FutureTimeoutError:
-            raise RequestTimeoutError(
-                f"request {self.request_id} did not end within {timeout_s:g} s",
-                hint="It goes on; wait again or abort it.",
-            ) from None
-
-    def events(self) -> Iterator[RequestEvent]:
-        """Yield the changes of the request's life, ending with its ``finished_*`` event."""
-        while (event := self._events.get()) is not None:
-            yield event
-
-    def abort(self) -> None:
-        """Ask the engine to end the request; its result tells ``aborted``."""
-        self._abort([self.request_id])
-
-    def note(self, status: str) -> None:
-        """Record a change; called by the connection."""
-        self.status = status
-        event = RequestEvent(self.request_id, status)
-        self._events.put(event)
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception:  # boundary: user code, called from the connection's thread
-            logger.exception("on_event failed for request %s", self.request_id)
-
-    def finish(self, output: DiffusionOutput) -> None:
-        """Record the end, unless it has ended already; called by the connection or a waiter."""
-        with self._ending:
-            if self.future.done():
-                return
-            self.future.set_result(output)
-        kind = "aborted" if output.aborted else "error" if output.error else "completed"
-        self.note(f"finished_{kind}")
-        self._events.put(None)
-
-    def fail(self, error: OmniError) -> None:
-        """Record that the request could not be served."""
-        self.finish(DiffusionOutput.failed(self.request_id, error, self._seed))
 
 
 class Connection:
@@ -203,7 +106,7 @@ class Connection:
     def call_soon(self, kind: str, **body: Any) -> Future[dict[str, Any]]:
         """Send a message; the future holds its answer or the engine's error."""
         message_id = next(self._ids)
-        future: Future[dict[str, Any]] = _answer_future()
+        future: Future[dict[str, Any]] = answer_future()
         with self._lock:
             self._check_open()
             self._calls[message_id] = future
@@ -225,7 +128,7 @@ class Connection:
         for request, handle in zip(requests, handles, strict=True):
             if self._register(request, handle):
                 fitting.append(request)
-        for chunk in _chunks(fitting, self.welcome["max_message_bytes"]):
+        for chunk in split(fitting, self.welcome["max_message_bytes"]):
             message_id = next(self._ids)
             self._submitted[message_id] = [request.request_id for request in chunk]
             wire = [request.to_wire() for request in chunk]
@@ -248,7 +151,7 @@ class Connection:
 
     def _register(self, request: DiffusionRequest, handle: RequestHandle) -> bool:
         """Note a handle under its id; False if it failed already."""
-        for what, size, most in _sizes(request, self.welcome["max_message_bytes"]):
+        for what, size, most in sizes(request, self.welcome["max_message_bytes"]):
             if size > most:
                 handle.fail(
                     MessageTooLargeError(
@@ -425,38 +328,6 @@ def _connected_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) ->
             expected="ipc://PATH or tcp://127.0.0.1:PORT",
         ) from None
     return engine
-
-
-def _chunks(
-    requests: Sequence[DiffusionRequest], max_message_bytes: int
-) -> Iterator[list[DiffusionRequest]]:
-    """Split requests into messages that keep to every limit."""
-    most = min(_BATCH_BYTES, max_message_bytes)
-    chunk: list[DiffusionRequest] = []
-    used = 0.0
-    for request in requests:
-        share = max(size / limit for _, size, limit in _sizes(request, most))
-        share = max(share, 4 / messages.MAX_REQUESTS_PER_MESSAGE)
-        if chunk and used + share > 1:
-            yield chunk
-            chunk, used = [], 0.0
-        chunk.append(request)
-        used += share
-    if chunk:
-        yield chunk
-
-
-def _sizes(
-    request: DiffusionRequest, max_message_bytes: int
-) -> tuple[tuple[str, int, int], tuple[str, int, int], tuple[str, int, int]]:
-    """Return (unit, size of a message with this request alone, most) for every limit."""
-    header, *buffers = codec.encode(request.to_wire())
-    header_bytes = len(header) + _ENVELOPE_BYTES
-    return (
-        ("bytes", header_bytes + codec.message_bytes(buffers), max_message_bytes),
-        ("bytes of text and numbers", header_bytes, codec.MAX_HEADER_BYTES),
-        ("frames", 1 + len(buffers), codec.MAX_FRAMES),
-    )
 
 
 def _duplicate(request_id: str) -> DuplicateRequestError:

@@ -13,7 +13,7 @@ from omni_engine.engine.client import OmniClient, OnOutput, Params
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.stages.settings import Settings, load_settings
 
 

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 
 from omni_engine.protocol.errors import InvalidRequestError, OmniError
-from omni_engine.protocol.requests import (
-    DiffusionRequest,
-    OmniDiffusionSamplingParams,
-    build_request,
-)
+from omni_engine.protocol.requests import DiffusionRequest, build_request
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 Prompt = str | Mapping[str, Any]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from omni_engine.engine.adapters import AdapterRegistry
-from omni_engine.engine.admission import Admission, AdmittedRequest
+from omni_engine.engine.admission import Admission
+from omni_engine.engine.live_request import Listener, LiveRequest
 from omni_engine.engine.scheduler import (
     Assignment,
     RequestScheduler,
@@ -38,37 +38,6 @@ from omni_engine.stages.config import EngineArgs, Limits, StageConfig
 logger = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Where a request's life is reported to; one per request."""
-
-    def on_status(self, request_id: str, status: RequestStatus) -> None:
-        """The request began to wait or to run."""
-
-    def on_output(self, output: DiffusionOutput) -> None:
-        """The request ended."""
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request between its submission and its end.
-
-    Attributes:
-        request: as submitted.
-        listener: who is told.
-        arrival: seconds, monotonic.
-        admitted: None while the stage still loads and can't judge it.
-        started: seconds, monotonic; None while it waits.
-        answered: whether its final output has left; an aborted one stays until its batch ends.
-    """
-
-    request: DiffusionRequest
-    listener: Listener
-    arrival: float
-    admitted: AdmittedRequest | None = None
-    started: float | None = None
-    answered: bool = False
-
-
 class StageRuntime:
     """Serves one model with its workers.
 
@@ -89,14 +58,14 @@ class StageRuntime:
         self.registry = AdapterRegistry(stage.engine_args)
         self._limits = limits
         self._send = send
-        self._scheduler = RequestScheduler(scheduler_config(stage.engine_args))
+        self._scheduler = RequestScheduler(_scheduler_config(stage.engine_args))
         self._admission: Admission | None = None
-        self._capabilities: PipelineCapabilities | None = None
+        self.capabilities: PipelineCapabilities | None = None
         self._live: dict[str, LiveRequest] = {}
         self._parked: dict[str, LiveRequest] = {}
         self.workers: dict[str, WorkerHandle] = {}
         self.counters: Counter[str] = Counter()
-        self._batch_sizes: Counter[int] = Counter()
+        self.batch_sizes: Counter[int] = Counter()
 
     @property
     def state(self) -> str:
@@ -122,6 +91,11 @@ class StageRuntime:
     def num_waiting(self) -> int:
         """Requests that have not started, those submitted while loading included."""
         return self._scheduler.num_waiting + len(self._parked)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in a batch."""
+        return self._scheduler.num_running
 
     @property
     def error(self) -> OmniError | None:
@@ -161,7 +135,7 @@ class StageRuntime:
             live = self._live.get(request_id)
             if live is None or live.answered:
                 continue
-            self._answer(live, DiffusionOutput.failed(request_id, error, _seed(live)), now)
+            self._answer(live, live.failed(error), now)
             if self._parked.pop(request_id, None) is not None:
                 del self._live[request_id]
             elif self._scheduler.abort(request_id, now) is RequestStatus.RUNNING:
@@ -228,42 +202,10 @@ class StageRuntime:
             if worker.exit_code is not None:
                 self._on_death(worker, now)
 
-    def describe(self, now: float) -> dict[str, Any]:
-        """Return the stage's state for status."""
-        arguments, capabilities = self.stage.engine_args, self._capabilities
-        return {
-            "stage_id": self.stage.stage_id,
-            "name": self.name,
-            "model": arguments.model,
-            "state": self.state,
-            "error": None if self.error is None else self.error.to_wire(),
-            "pipeline": None if capabilities is None else capabilities.pipeline,
-            "batching": None if capabilities is None else capabilities.batching_note,
-            "max_num_seqs": arguments.max_num_seqs,
-            "effective_max_num_seqs": self._effective_capacity(),
-            "scheduling_policy": arguments.scheduling_policy,
-            "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
-            "waiting": self.num_waiting,
-            "running": self._scheduler.num_running,
-            "requests": {
-                name: self.counters[name] for name in ("received", "completed", "failed", "aborted")
-            },
-            "batch_sizes": {str(size): n for size, n in sorted(self._batch_sizes.items())},
-            "adapters": self.registry.describe(),
-            "capabilities": None if capabilities is None else capabilities.to_wire(),
-            "workers": [worker.describe(now) for worker in self.workers.values()],
-        }
-
-    def _effective_capacity(self) -> int | None:
-        if self._capabilities is None:
-            return None
-        batched = self._capabilities.supports_request_batch
-        return self.stage.engine_args.max_num_seqs if batched else 1
-
     def _admit(self, live: LiveRequest, admission: Admission, now: float) -> None:
         live.admitted = admitted = admission.admit(live.request)
         self._scheduler.add(
-            live.request.request_id,
+            live.request_id,
             key=admitted.key,
             adapter=admitted.key.adapter,
             rows=admitted.rows,
@@ -284,7 +226,7 @@ class StageRuntime:
             worker.error = error
             worker.kill()
             return
-        self._admission, self._capabilities = admission, capabilities
+        self._admission, self.capabilities = admission, capabilities
         if not capabilities.supports_request_batch and self.stage.engine_args.max_num_seqs > 1:
             logger.warning(
                 "stage %s: max_num_seqs = %d has no effect: %s",
@@ -292,7 +234,7 @@ class StageRuntime:
                 self.stage.engine_args.max_num_seqs,
                 capabilities.batching_note,
             )
-            self._scheduler = RequestScheduler(scheduler_config(self.stage.engine_args, 1))
+            self._scheduler = RequestScheduler(_scheduler_config(self.stage.engine_args, 1))
         parked, self._parked = self._parked, {}
         for live in parked.values():
             self._admit_parked(live, admission, now)
@@ -301,23 +243,22 @@ class StageRuntime:
         try:
             self._admit(live, admission, now)
         except OmniError as error:
-            request_id = live.request.request_id
-            self._answer(live, DiffusionOutput.failed(request_id, error, _seed(live)), now)
-            del self._live[request_id]
+            self._answer(live, live.failed(error), now)
+            del self._live[live.request_id]
 
     def _start(self, assignment: Assignment, now: float) -> None:
         worker = self.workers[assignment.worker_id]
         worker.begin(assignment, now)
         members = [self._live[request_id] for request_id in assignment.request_ids]
         admitted = [live.admitted for live in members if live.admitted is not None]
-        self._batch_sizes[len(members)] += 1
+        self.batch_sizes[len(members)] += 1
         plan = BatchPlan(
             assignment.batch_id, tuple(a.request for a in admitted), admitted[0].activation
         )
         self._send(worker.worker_id, plan.to_wire())
         for live in members:
             live.started = now
-            live.listener.on_status(live.request.request_id, RequestStatus.RUNNING)
+            live.listener.on_status(live.request_id, RequestStatus.RUNNING)
 
     def _on_outputs(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
         outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
@@ -351,8 +292,7 @@ class StageRuntime:
         logger.error("%s", worker.error)
         assignment, worker.assignment = worker.assignment, None
         for request_id in assignment.request_ids if assignment else ():
-            seed = _seed(self._live[request_id])
-            self._finish(DiffusionOutput.failed(request_id, worker.error, seed), now)
+            self._finish(self._live[request_id].failed(worker.error), now)
         if self.state == "down":
             self.abort_all(now, self._unavailable())
 
@@ -372,7 +312,7 @@ class StageRuntime:
         )
 
 
-def scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> SchedulerConfig:
+def _scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> SchedulerConfig:
     """Return the scheduler's part of a stage's settings.
 
     Args:
@@ -387,11 +327,6 @@ def scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> 
         policy=arguments.scheduling_policy,
         max_skip_ms=arguments.max_skip_ms,
     )
-
-
-def _seed(live: LiveRequest) -> int | None:
-    source = live.request if live.admitted is None else live.admitted.request
-    return source.sampling_params.seed
 
 
 def _exit_text(code: int | None) -> str:

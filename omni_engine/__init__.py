@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from omni_engine.engine.omni import AsyncOmni, Omni
     from omni_engine.protocol.errors import OmniError
     from omni_engine.protocol.outputs import DiffusionOutput
-    from omni_engine.protocol.requests import LoRARequest, OmniDiffusionSamplingParams
+    from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
     from omni_engine.stages.contracts import DiffusionRequestBatch
 
 __version__ = version("omni-engine")
@@ -33,10 +33,10 @@ _HOMES = {
     "AsyncOmniClient": "engine.async_client",
     "DiffusionOutput": "protocol.outputs",
     "DiffusionRequestBatch": "stages.contracts",
-    "LoRARequest": "protocol.requests",
+    "LoRARequest": "protocol.sampling",
     "Omni": "engine.omni",
     "OmniClient": "engine.client",
-    "OmniDiffusionSamplingParams": "protocol.requests",
+    "OmniDiffusionSamplingParams": "protocol.sampling",
     "OmniError": "protocol.errors",
 }
 

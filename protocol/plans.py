@@ -9,7 +9,8 @@ from typing import Any
 
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import SAMPLING_FIELDS, DiffusionRequest
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.sampling import SAMPLING_FIELDS
 
 BATCH_PLAN, ABORT, STOP = "batch_plan", "abort", "stop"
 """Engine to worker."""

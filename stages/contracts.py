@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import DiffusionRequest, OmniDiffusionSamplingParams
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 REQUEST_METHODS = ("load", "forward")
 STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
@@ -156,4 +157,13 @@ def check_results(batch: DiffusionRequestBatch, results: object) -> list[Diffusi
             value=[r.request_id for r in results],
             expected="the requests' ids, in order",
         )
+    for request, output in zip(batch.requests, results, strict=True):
+        made = output.images if output.images is not None else output.frames
+        if made is not None and len(made) != request.num_outputs:
+            raise PipelineContractError(
+                "forward() made the wrong number of pictures for a request",
+                field="forward",
+                value=len(made),
+                expected=f"{request.num_outputs}, the request's num_outputs_per_prompt",
+            )
     return results

@@ -14,11 +14,8 @@ from omni_engine.engine.admission import Admission, AdmittedRequest
 from omni_engine.engine.keys import request_key
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitExceededError
 from omni_engine.protocol.plans import Adapter, AdapterActivation, PipelineCapabilities
-from omni_engine.protocol.requests import (
-    LoRARequest,
-    OmniDiffusionSamplingParams,
-    build_request,
-)
+from omni_engine.protocol.requests import build_request
+from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 from omni_engine.stages.config import EngineArgs, Limits
 
 CAPABILITIES = PipelineCapabilities(

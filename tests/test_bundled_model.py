@@ -36,9 +36,9 @@ ADAPTERS = ("outline", "night")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -40,12 +40,8 @@ from omni_engine.protocol.plans import (
     WorkerSpec,
     outputs_message,
 )
-from omni_engine.protocol.requests import (
-    DiffusionRequest,
-    LoRARequest,
-    OmniDiffusionSamplingParams,
-    build_request,
-)
+from omni_engine.protocol.requests import DiffusionRequest, build_request
+from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 from omni_engine.protocol.tensors import ITEM_SIZES, TensorData
 from omni_engine.worker.tensors import tensor_to_wire
 

@@ -16,7 +16,7 @@ from omni_engine.engine.endpoints import EndpointLock
 from omni_engine.protocol.errors import ConfigError, PipelineContractError
 from omni_engine.protocol.requests import build_request
 from omni_engine.stages.contracts import check_request_contract, check_results
-from omni_engine.worker.process import declared_capabilities
+from omni_engine.worker.declared import declared_capabilities
 
 OPTIONS: dict[str, Any] = {"lora_modules": [], "default_sampling_params": {}, "max_num_seqs": 4}
 
@@ -70,6 +70,7 @@ def test_a_complete_class_passes() -> None:
         ([1, 2], "did not return a list"),
         ([DiffusionOutput("a")], "wrong number"),
         ([DiffusionOutput("b"), DiffusionOutput("a")], "another order"),
+        ([DiffusionOutput("a", images=[]), DiffusionOutput("b")], "number of pictures"),
     ],
 )
 def test_results_are_checked(results: Any, message: str) -> None:
@@ -84,6 +85,27 @@ def test_capabilities_are_read_from_attributes() -> None:
     assert found.per_request == {"num_outputs_per_prompt", "negative_prompt", "raise_text"}
     assert found.defaults["height"] == 16
     assert "does not declare" in declared_capabilities(SerialPipeline()).batching_note
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("size_multiple", "8"),
+        ("size_multiple", 0),
+        ("makes_video", 1),
+        ("extra_args", "abc"),
+        ("per_request", {1, 2}),
+        ("defaults", {"heigth": 64}),
+        ("defaults", {"height": -64}),
+        ("batching_note", None),
+    ],
+)
+def test_wrong_declarations_are_refused(name: str, value: Any) -> None:
+    pipeline = PatternPipeline()
+    setattr(pipeline, name, value)
+    with pytest.raises(PipelineContractError, match=name) as caught:
+        declared_capabilities(pipeline)
+    assert caught.value.field == name
 
 
 def test_a_pipeline_without_the_flag_runs_request_by_request(

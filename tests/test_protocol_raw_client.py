@@ -14,12 +14,13 @@ from raw_client import Array, RawClient
 from support_pipelines import pattern
 
 from omni_engine import Omni
-from omni_engine.engine import connection, server
+from omni_engine.engine import client_desk, connection
 from omni_engine.protocol import codec, messages, plans, requests
 from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
-from omni_engine.protocol.requests import SAMPLING_FIELDS, build_request
+from omni_engine.protocol.requests import build_request
+from omni_engine.protocol.sampling import SAMPLING_FIELDS
 from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS
 from omni_engine.stages.config import Limits
 
@@ -273,7 +274,7 @@ def test_the_page_states_the_limits_that_are() -> None:
         f"configured, {limits.max_waiting_requests} by default",
         f"string of 1 to {requests.MAX_REQUEST_ID_CHARS} printable characters",
         f"string of at most {messages.MAX_CLIENT_CHARS} characters",
-        f"from it for **{server.CLIENT_TIMEOUT_S:g} seconds**",
+        f"from it for **{client_desk.CLIENT_TIMEOUT_S:g} seconds**",
         f"`ping` every **{connection.PING_INTERVAL_S:g} seconds**",
         f"heard nothing for {connection.ENGINE_TIMEOUT_S:g} seconds",
     ):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError, UnsupportedOptionError
-from omni_engine.protocol.requests import OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR
 from omni_engine.stages.config import (
     BUNDLED_ADAPTERS,

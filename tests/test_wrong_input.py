@@ -42,7 +42,7 @@ from omni_engine.protocol.errors import (
     ProtocolVersionError,
     StageUnavailableError,
 )
-from omni_engine.protocol.requests import SAMPLING_FIELDS
+from omni_engine.protocol.sampling import SAMPLING_FIELDS
 from omni_engine.stages.bundled import MODEL_DIR
 from omni_engine.stages.settings import load_settings
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,11 @@ class AdapterManager:
         started = time.perf_counter()
         expected = count_targets(adapter)
         try:
-            self._pipe.load_lora_weights(
-                str(path.parent), weight_name=path.name, adapter_name=name, use_safetensors=True
-            )
+            with warnings.catch_warnings():  # peft warns of every adapter after the first
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                self._pipe.load_lora_weights(
+                    str(path.parent), weight_name=path.name, adapter_name=name, use_safetensors=True
+                )
         except (ValueError, RuntimeError, KeyError, OSError, TypeError) as error:
             self._restore_after_failure(name)
             raise _unusable(adapter, f"{type(error).__name__}: {error}") from None

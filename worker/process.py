@@ -18,7 +18,7 @@ import msgpack
 
 from omni_engine.protocol import plans
 from omni_engine.protocol.errors import ModelLoadError, OmniError
-from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
+from omni_engine.protocol.plans import BatchPlan, WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.link import EngineLink
 
@@ -95,6 +95,7 @@ def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
     import diffusers
     import transformers
 
+    from omni_engine.worker.declared import declared_capabilities
     from omni_engine.worker.diffusers_adapter import DiffusersRequestPipeline
     from omni_engine.worker.loading import load_pipeline, parameter_bytes
     from omni_engine.worker.lora import AdapterManager
@@ -121,25 +122,6 @@ def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
         "broken_adapters": {name: error.to_wire() for name, error in broken.items()},
     }
     return RequestRunner(pipeline, adapters, aborts, spec.worker_id), ready
-
-
-def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
-    """Read a hand-written pipeline's capabilities from attributes of the same names."""
-    names = PipelineCapabilities.__dataclass_fields__
-    found = {name: getattr(pipeline, name) for name in names if hasattr(pipeline, name)}
-    found = {k: frozenset(v) if isinstance(v, set | list | tuple) else v for k, v in found.items()}
-    batched = bool(found.get("supports_request_batch", False))
-    note = (
-        "the pipeline's own forward(batch)"
-        if batched
-        else ("request by request: the pipeline does not declare supports_request_batch")
-    )
-    defaults = {
-        "pipeline": type(pipeline).__name__,
-        "batching_note": note,
-        "supports_lora": hasattr(pipeline, "load_lora_weights"),
-    }
-    return PipelineCapabilities(**{**defaults, **found})
 
 
 if __name__ == "__main__":

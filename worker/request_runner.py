@@ -62,6 +62,8 @@ class RequestRunner:
             return [self._run_alone(members[0])]
         try:
             return self._forward(members)
+        except RequestAbortedError as error:  # raised only when all of them were aborted
+            return [self._failed(member, error) for member in members]
         except Exception as error:  # noqa: BLE001  # boundary: one batch
             logger.warning(
                 "a batch of %d failed (%s: %s); its members are run alone",

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from omni_engine.protocol.plans import PipelineCapabilities
-from omni_engine.protocol.requests import SAMPLING_FIELDS
+from omni_engine.protocol.sampling import SAMPLING_FIELDS
 
 _ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
 """Sampling fields that the engine serves for every pipeline."""

@@ -1,0 +1,41 @@
+"""What status shows of a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omni_engine.engine.stage_runtime import StageRuntime
+
+
+def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
+    """Return a stage's state for status."""
+    arguments, capabilities = stage.stage.engine_args, stage.capabilities
+    return {
+        "stage_id": stage.stage.stage_id,
+        "name": stage.name,
+        "model": arguments.model,
+        "state": stage.state,
+        "error": None if stage.error is None else stage.error.to_wire(),
+        "pipeline": None if capabilities is None else capabilities.pipeline,
+        "batching": None if capabilities is None else capabilities.batching_note,
+        "max_num_seqs": arguments.max_num_seqs,
+        "effective_max_num_seqs": _effective_capacity(stage),
+        "scheduling_policy": arguments.scheduling_policy,
+        "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
+        "waiting": stage.num_waiting,
+        "running": stage.num_running,
+        "requests": {
+            name: stage.counters[name] for name in ("received", "completed", "failed", "aborted")
+        },
+        "batch_sizes": {str(size): n for size, n in sorted(stage.batch_sizes.items())},
+        "adapters": stage.registry.describe(),
+        "capabilities": None if capabilities is None else capabilities.to_wire(),
+        "workers": [worker.describe(now) for worker in stage.workers.values()],
+    }
+
+
+def _effective_capacity(stage: StageRuntime) -> int | None:
+    """What max_num_seqs comes to; None while the pipeline is not known."""
+    if stage.capabilities is None:
+        return None
+    return stage.stage.engine_args.max_num_seqs if stage.capabilities.supports_request_batch else 1
