@@ -24,6 +24,7 @@ from omni_engine.cli.options import (
     parse_lora,
 )
 from omni_engine.protocol.errors import ConfigError
+from omni_engine.protocol.logs import LEVEL_VARIABLE
 
 if TYPE_CHECKING:
     from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
@@ -188,7 +189,7 @@ def _own_engine(model: str | None, engine: EngineOptions) -> Iterator[str]:
 
     engine.settings(model)  # reports what is wrong by the names of the command line
     if engine.log_level is not None:
-        os.environ["OMNI_ENGINE_LOG_LEVEL"] = engine.log_level.upper()
+        os.environ[LEVEL_VARIABLE] = engine.log_level.upper()
     interrupts.release()
     with console(stderr=True).status("starting the engine and loading the model"):
         omni = Omni(model, config=engine.config, **engine.overrides())

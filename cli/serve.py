@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 
 import typer
 
@@ -53,12 +51,11 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
 
 def _start_logging(level: LogLevel | None) -> None:
     """Log to standard error, workers included: they read the level from the environment."""
+    from omni_engine.protocol.logs import LEVEL_VARIABLE, start_logging
+
     if level is not None:
-        os.environ["OMNI_ENGINE_LOG_LEVEL"] = level.upper()
-    logging.basicConfig(
-        level=os.environ.setdefault("OMNI_ENGINE_LOG_LEVEL", "INFO"), stream=sys.stderr,
-        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )  # fmt: skip
+        os.environ[LEVEL_VARIABLE] = level.upper()
+    start_logging("engine", "INFO")
 
 
 def _announce(names: str, address: str) -> None:

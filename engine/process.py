@@ -6,19 +6,17 @@ pipe ends, because the owner closed it or died, the engine stops and takes its w
 
 from __future__ import annotations
 
-import logging
-import os
-import struct
 import subprocess
 import sys
 from typing import Any
 
-import msgpack
-
+from omni_engine.protocol import pipes
 from omni_engine.protocol.errors import ConfigError, EngineClosedError, OmniError, error_from_wire
+from omni_engine.protocol.logs import start_logging
 from omni_engine.stages.config import DeployConfig
 
 ENGINE_MODULE = "omni_engine.engine.process"
+_STDIN, _STDOUT = 0, 1
 
 
 class EngineProcess:
@@ -39,9 +37,8 @@ class EngineProcess:
             bufsize=0,
             process_group=0,  # Ctrl-C is for the owner; the pipe's end tells the engine
         )
-        data = msgpack.packb(config.model_dump(mode="json"))
         try:
-            self._stdin.write(struct.pack("!I", len(data)) + data)
+            pipes.write_message(self._stdin.fileno(), config.model_dump(mode="json"))
             self.endpoint = self._await_start()
         except BaseException:
             self.close()
@@ -75,11 +72,11 @@ class EngineProcess:
     def _await_start(self) -> str:
         """Wait for the engine's report: where it listens, or why it can't."""
         assert self._process.stdout is not None  # PIPE was asked for
-        line = self._process.stdout.read(4)
-        if len(line) < 4:
-            raise EngineClosedError(f"the engine ended at its start: {self._process.wait()}")
-        (size,) = struct.unpack("!I", line)
-        report = msgpack.unpackb(self._process.stdout.read(size))
+        try:
+            report = pipes.read_message(self._process.stdout.fileno())
+        except EOFError:
+            code = self._process.wait()
+            raise EngineClosedError(f"the engine ended at its start, exit code {code}") from None
         if report["error"] is not None:
             raise error_from_wire(report["error"])
         return str(report["endpoint"])
@@ -89,42 +86,26 @@ def main() -> int:
     """Run the engine that the owner described on standard input."""
     from omni_engine.engine.server import EngineServer
 
-    os.environ.setdefault("OMNI_ENGINE_LOG_LEVEL", "WARNING")  # workers inherit it
-    logging.basicConfig(
-        level=os.environ["OMNI_ENGINE_LOG_LEVEL"],
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )
-    (size,) = struct.unpack("!I", _read_exactly(4))
-    config = DeployConfig.model_validate(msgpack.unpackb(_read_exactly(size)))
     try:
+        config = DeployConfig.model_validate(pipes.read_message(_STDIN))
+        start_logging("engine", "WARNING")
         server = EngineServer(
             config,
             config.endpoint,
-            parent_fd=0,
+            parent_fd=_STDIN,
             on_listening=lambda endpoint: _report(endpoint, None),
         )
         return server.run()
     except ConfigError as error:
         _report(None, error)
         return 1
+    except EOFError:  # the owner left before it said what to serve
+        return 1
 
 
 def _report(endpoint: str | None, error: OmniError | None) -> None:
     report = {"endpoint": endpoint, "error": None if error is None else error.to_wire()}
-    data = msgpack.packb(report)
-    os.write(1, struct.pack("!I", len(data)) + data)
-
-
-def _read_exactly(size: int) -> bytes:
-    """Read from the raw descriptor: the server polls it later, so nothing may be buffered."""
-    data = b""
-    while len(data) < size:
-        chunk = os.read(0, size - len(data))
-        if not chunk:
-            sys.exit(0)
-        data += chunk
-    return data
+    pipes.write_message(_STDOUT, report)
 
 
 if __name__ == "__main__":

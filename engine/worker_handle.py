@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
-import struct
 import subprocess
 import sys
 from collections import OrderedDict
 from typing import Any
 
-import msgpack
-
 from omni_engine.engine.devices import WorkerDevice
 from omni_engine.engine.scheduler import Assignment, WorkerSlot
+from omni_engine.protocol import pipes
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.plans import WorkerSpec
 
@@ -138,10 +137,7 @@ class WorkerHandle:
             bufsize=0,
             process_group=0,  # Ctrl-C is for the engine; the pipe's end tells the worker
         )
-        data = msgpack.packb(spec.to_wire())
         assert process.stdin is not None  # PIPE was asked for
-        try:
-            process.stdin.write(struct.pack("!I", len(data)) + data)
-        except BrokenPipeError:
-            self.error = None  # it died already; its exit code tells
+        with contextlib.suppress(BrokenPipeError):  # it died already; its exit code tells
+            pipes.write_message(process.stdin.fileno(), spec.to_wire())
         return process

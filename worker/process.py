@@ -7,17 +7,14 @@ end tells the worker that the engine is gone.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import struct
 import sys
 import time
 from typing import Any
 
-import msgpack
-
-from omni_engine.protocol import plans
+from omni_engine.protocol import pipes, plans
 from omni_engine.protocol.errors import ModelLoadError, OmniError
+from omni_engine.protocol.logs import start_logging
 from omni_engine.protocol.plans import BatchPlan, WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.link import EngineLink
@@ -27,15 +24,12 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run a worker until the engine stops it or goes away."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the engine decides
-    spec = WorkerSpec.from_wire(_read_spec())
-    logging.basicConfig(
-        level=os.environ.get("OMNI_ENGINE_LOG_LEVEL", "INFO"),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {spec.worker_id} %(name)s: %(message)s",
-    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    try:
+        spec = WorkerSpec.from_wire(pipes.read_message(0))
+    except EOFError:  # the engine left before it said what to load
+        return 1
+    start_logging(spec.worker_id, "INFO")
     aborts = AbortFlags()
     link = EngineLink(spec.endpoint, spec.worker_id, aborts)
     link.start()
@@ -50,23 +44,6 @@ def main() -> int:
     finally:
         link.close()
     return 0
-
-
-def _read_spec() -> dict[str, Any]:
-    (size,) = struct.unpack("!I", _read_exactly(4))
-    spec: dict[str, Any] = msgpack.unpackb(_read_exactly(size))
-    return spec
-
-
-def _read_exactly(size: int) -> bytes:
-    """Read from the raw descriptor: the I/O thread polls it later, so nothing may be buffered."""
-    data = b""
-    while len(data) < size:
-        chunk = os.read(0, size - len(data))
-        if not chunk:
-            sys.exit(0)
-        data += chunk
-    return data
 
 
 def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
