@@ -19,7 +19,7 @@ from omni_engine.protocol.plans import BatchPlan, WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.link import EngineLink
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("omni_engine.worker.process")  # run as __main__
 
 
 def main() -> int:
