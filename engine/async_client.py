@@ -22,7 +22,7 @@ class AsyncRequestHandle:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
         self._handle: RequestHandle | None = None
 
     @property
@@ -48,11 +48,9 @@ class AsyncRequestHandle:
 
     async def events(self) -> AsyncIterator[RequestEvent]:
         """Yield the changes of the request's life, ending with its ``finished_*`` event."""
-        while True:
-            event = await self._events.get()
+        while (event := await self._events.get()) is not None:
             yield event
-            if event.status.startswith("finished"):
-                return
+        self._events.put_nowait(None)  # whoever else asks gets the end, too
 
     def abort(self) -> None:
         """Ask the engine to end the request."""
@@ -65,7 +63,12 @@ class AsyncRequestHandle:
     def notify(self, event: RequestEvent) -> None:
         """Pass an event from the connection's thread into the loop."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._note, event)
+
+    def _note(self, event: RequestEvent) -> None:
+        self._events.put_nowait(event)
+        if event.status.startswith("finished"):
+            self._events.put_nowait(None)
 
     @property
     def _bound(self) -> RequestHandle:

@@ -158,9 +158,9 @@ class OmniClient:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
                     handle.result(left)
-                except RequestTimeoutError as error:
-                    handle.fail(error)
+                except RequestTimeoutError:
+                    handle.fail(RequestTimeoutError(f"not finished within {timeout_s:g} s"))
                     handle.abort()
-        except KeyboardInterrupt:
+        except BaseException:
             self.abort([handle.request_id for handle in handles if not handle.done])
             raise

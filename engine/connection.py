@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import socket
 import threading
 import time
@@ -71,6 +72,8 @@ class Connection:
         self._outbox: collections.deque[list[Any]] = collections.deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._process = os.getpid()
         self._closing = False
         self._last_heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="omni-client", daemon=True)
@@ -85,7 +88,7 @@ class Connection:
                 value=self.endpoint,
                 hint="Start one with `omni-engine serve`, or name its endpoint.",
             ) from None
-        except OmniError:
+        except BaseException:
             self.close()
             raise
 
@@ -137,8 +140,9 @@ class Connection:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
-        if request_ids:
-            self._send(messages.client_message(messages.ABORT, request_ids=list(request_ids)))
+        for start in range(0, len(request_ids), messages.MAX_REQUESTS_PER_MESSAGE):
+            some = list(request_ids[start : start + messages.MAX_REQUESTS_PER_MESSAGE])
+            self._send(messages.client_message(messages.ABORT, request_ids=some))
 
     def close(self) -> None:
         """Say goodbye and end the thread; what is pending ends with ``EngineClosedError``."""
@@ -173,13 +177,18 @@ class Connection:
     def _check_open(self) -> None:
         if self._closing:
             raise EngineClosedError("this client is closed")
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                "this client belongs to the process that this one was forked from",
+                hint="Connect anew in the forked process.",
+            )
 
     def _send(self, message: dict[str, Any]) -> None:
         self._outbox.append(codec.encode(message))
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended, or is being woken already
             self._wake_writer.send(b"x")
 
     # -- the I/O thread
@@ -190,6 +199,8 @@ class Connection:
             self._pump(engine)
             engine.send_multipart(codec.encode(messages.client_message(messages.BYE)))
         finally:
+            with self._lock:
+                self._closing = True
             self._fail_everything(EngineClosedError("this client was closed"))
             self._context.destroy(linger=500)
             self._wake_reader.close()

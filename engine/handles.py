@@ -80,6 +80,7 @@ class RequestHandle:
         """Yield the changes of the request's life, ending with its ``finished_*`` event."""
         while (event := self._events.get()) is not None:
             yield event
+        self._events.put(None)  # whoever else asks gets the end, too
 
     def abort(self) -> None:
         """Ask the engine to end the request; its result tells ``aborted``."""

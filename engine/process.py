@@ -6,8 +6,10 @@ pipe ends, because the owner closed it or died, the engine stops and takes its w
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 from omni_engine.protocol import pipes
@@ -34,9 +36,11 @@ class EngineProcess:
             [sys.executable, "-m", ENGINE_MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if sys.stderr is None else None,
             bufsize=0,
             process_group=0,  # Ctrl-C is for the owner; the pipe's end tells the engine
         )
+        _started_here.add(self)
         try:
             pipes.write_message(self._stdin.fileno(), config.model_dump(mode="json"))
             self.endpoint = self._await_start()
@@ -65,6 +69,10 @@ class EngineProcess:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
+    def let_go(self) -> None:
+        """Leave the engine to the process that this one was forked from."""
+        self._stdin.close()
+
     @property
     def _stdin(self) -> Any:
         return self._process.stdin
@@ -80,6 +88,18 @@ class EngineProcess:
         if report["error"] is not None:
             raise error_from_wire(report["error"])
         return str(report["endpoint"])
+
+
+_started_here: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    """A forked child that kept the pipes open would keep the engines alive, too."""
+    for engine in _started_here:
+        engine.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def main() -> int:

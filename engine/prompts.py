@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from omni_engine.protocol.errors import InvalidRequestError, OmniError
+from omni_engine.protocol.fields import describe
 from omni_engine.protocol.requests import DiffusionRequest, build_request
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
@@ -27,10 +28,10 @@ def build_requests(
     Raises:
         InvalidRequestError: if the number of sampling parameters doesn't fit that of prompts.
     """
-    if sampling_params is None or isinstance(sampling_params, OmniDiffusionSamplingParams):
-        params: Sequence[Any] = [sampling_params] * len(prompts)
+    if isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str | Mapping):
+        params: Sequence[Any] = list(sampling_params)
     else:
-        params = list(sampling_params)
+        params = [sampling_params] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidRequestError(
             "prompts and sampling_params differ in number",
@@ -47,11 +48,18 @@ def build_requests(
 
 def _build(
     prompt: Any,
-    params: OmniDiffusionSamplingParams | None,
+    params: Any,
     request_id: str | None,
     model: str | None,
     detached: bool,
 ) -> DiffusionRequest | OmniError:
+    if params is not None and not isinstance(params, OmniDiffusionSamplingParams):
+        return InvalidRequestError(
+            "sampling_params is not acceptable",
+            field="sampling_params",
+            value=describe(params),
+            expected="OmniDiffusionSamplingParams or None",
+        )
     try:
         return build_request(
             _with_arrays(prompt), params, request_id=request_id, model=model, detached=detached
