@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -57,11 +58,13 @@ def bind_endpoint(socket: Any, endpoint: str) -> str:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
+        too_long = error.errno == errno.ENAMETOOLONG
         raise ConfigError(
             f"can't listen on {endpoint}: {error.strerror}",
             field="endpoint",
             value=endpoint,
             expected="an address that is free",
+            hint="TMPDIR says where private sockets are; make it shorter." if too_long else None,
         ) from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 

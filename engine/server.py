@@ -157,7 +157,9 @@ class EngineServer:
         if stage is None:
             return
         try:
-            stage.on_worker_message(worker_id, codec.decode(frames[1:]), time.monotonic())
+            stage.on_worker_message(
+                worker_id, codec.decode(frames[1:], trusted=True), time.monotonic()
+            )
         except Exception as error:  # boundary: one worker; it may not stop the others
             logger.exception("worker %s sent a message that can't be used", worker_id)
             reason = f"worker {worker_id} was ended: its message can't be used: {error}"
@@ -181,7 +183,7 @@ class EngineServer:
         self._worker_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._worker_socket.setsockopt(zmq.SNDHWM, 0)
         self._worker_socket.setsockopt(zmq.RCVHWM, 0)
-        self._worker_socket.bind(f"ipc://{directory}/workers")
+        bind_endpoint(self._worker_socket, f"ipc://{directory}/workers")
         self._client_socket = self._context.socket(zmq.ROUTER)
         self._client_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._client_socket.setsockopt(zmq.SNDHWM, 0)

@@ -6,6 +6,7 @@ passed in.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -214,18 +215,20 @@ class StageRuntime:
         )
 
     def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
-        worker.ready_message, worker.state = message, WorkerState.IDLE
+        worker.ready_message = message
         broken = {n: error_from_wire(e) for n, e in message["broken_adapters"].items()}
         self.registry.mark_broken(broken)
         if self._admission is not None:
+            worker.state = WorkerState.IDLE
             return
         capabilities = PipelineCapabilities.from_wire(message["capabilities"])
         try:
             admission = Admission(self.stage.engine_args, self._limits, self.registry, capabilities)
         except OmniError as error:
-            worker.error = error
+            worker.error = error  # it counts as loading until it is gone, and the stage is down
             worker.kill()
             return
+        worker.state = WorkerState.IDLE
         self._admission, self.capabilities = admission, capabilities
         if not capabilities.supports_request_batch and self.stage.engine_args.max_num_seqs > 1:
             logger.warning(
@@ -268,6 +271,12 @@ class StageRuntime:
 
     def _finish(self, output: DiffusionOutput, now: float) -> None:
         live = self._live.pop(output.request_id)
+        activation = None if live.admitted is None else live.admitted.activation
+        if activation is not None:  # a batch shares content and scale; names may differ
+            name = activation.adapter.name
+            output.applied_loras = [
+                dataclasses.replace(lora, name=name) for lora in output.applied_loras
+            ]
         status = RequestStatus.FINISHED_ERROR if output.error else RequestStatus.FINISHED_COMPLETED
         self._scheduler.finish(output.request_id, status, now)
         if not live.answered:

@@ -56,19 +56,26 @@ def encode(message: dict[str, Any]) -> list[Any]:
     return [header, *buffers]
 
 
-def decode(frames: Sequence[Any], max_message_bytes: int | None = None) -> dict[str, Any]:
+def decode(
+    frames: Sequence[Any], max_message_bytes: int | None = None, *, trusted: bool = False
+) -> dict[str, Any]:
     """Decode the frames of one message; arrays become read-only views of their frame.
 
     Args:
         frames: bytes-like objects or zmq ``Frame``s.
         max_message_bytes: total size accepted; None for no limit.
+        trusted: whether the limits of header and frames don't apply: between the engine and its
+            workers, where a batch holds what came in many messages.
 
     Raises:
         MessageTooLargeError: if the frames are larger in sum than allowed.
         MalformedMessageError: if anything else is wrong with them.
     """
     views = [_view(frame).toreadonly() for frame in frames]
-    _check_sizes(views, max_message_bytes)
+    if not views:
+        raise MalformedMessageError("the message has no frames")
+    if not trusted:
+        _check_sizes(views, max_message_bytes)
     unread = dict(enumerate(views[1:]))
 
     def resolve(code: int, data: bytes) -> Any:
@@ -118,8 +125,6 @@ def _view(frame: Any) -> memoryview:
 
 
 def _check_sizes(views: list[memoryview], max_message_bytes: int | None) -> None:
-    if not views:
-        raise MalformedMessageError("the message has no frames")
     if len(views) > MAX_FRAMES:
         raise MalformedMessageError(
             "the message has too many frames",

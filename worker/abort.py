@@ -7,23 +7,34 @@ from collections.abc import Iterable
 
 
 class AbortFlags:
-    """A set of request ids, safe to use from two threads."""
+    """The aborts of requests that are here, safe to use from two threads.
+
+    A request id may come again once its request has ended: an abort that comes too late must not
+    reach its successor.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ids: set[str] = set()
+        self._aborted: dict[str, bool] = {}
+
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """Note requests that have come; only these can be aborted."""
+        with self._lock:
+            self._aborted.update(dict.fromkeys(request_ids, False))
 
     def set(self, request_ids: Iterable[str]) -> None:
-        """Mark requests as aborted."""
+        """Mark requests as aborted; passes over those that have ended."""
         with self._lock:
-            self._ids.update(request_ids)
+            here = self._aborted.keys() & set(request_ids)
+            self._aborted.update(dict.fromkeys(here, True))
 
     def is_set(self, request_id: str) -> bool:
         """Whether the request was aborted."""
         with self._lock:
-            return request_id in self._ids
+            return self._aborted.get(request_id, False)
 
     def clear(self, request_ids: Iterable[str]) -> None:
         """Forget requests that have ended."""
         with self._lock:
-            self._ids.difference_update(request_ids)
+            for request_id in request_ids:
+                self._aborted.pop(request_id, None)

@@ -7,6 +7,7 @@ A long forward in the main thread delays neither a heartbeat nor an abort. When 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -20,6 +21,8 @@ import zmq
 
 from omni_engine.protocol import codec, plans
 from omni_engine.worker.abort import AbortFlags
+
+logger = logging.getLogger(__name__)
 
 _STDIN = 0
 _OUTBOX = "inproc://outbox"
@@ -69,6 +72,13 @@ class EngineLink(threading.Thread):
 
     def run(self) -> None:
         """Pump messages until ``close``."""
+        try:
+            self._pump()
+        except Exception:  # boundary: the process; without this thread the engine waits forever
+            logger.exception("the link to the engine failed")
+            os._exit(1)
+
+    def _pump(self) -> None:
         poller = zmq.Poller()
         for source in (self._engine, self._outbox_in, _STDIN):
             poller.register(source, zmq.POLLIN)
@@ -98,12 +108,13 @@ class EngineLink(threading.Thread):
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._engine.recv_multipart(zmq.NOBLOCK, copy=False)
-                message = codec.decode(frames)
+                message = codec.decode(frames, trusted=True)
                 if message["type"] == plans.ABORT:
                     self._aborts.set(message["request_ids"])
                 elif message["type"] == plans.STOP:
                     self._inbox.put(None)
                 else:
+                    self._aborts.expect(request["request_id"] for request in message["requests"])
                     self._inbox.put(message)
 
     def _forward_outbox(self) -> bool:

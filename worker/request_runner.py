@@ -39,16 +39,20 @@ class RequestRunner:
     def run(self, plan: BatchPlan) -> list[DiffusionOutput]:
         """Run a plan; return exactly one output per request, in order, and never raise."""
         try:
-            applied = self._activate(plan)
+            return self._run_under_adapter(plan)
         except OmniError as error:
             return [self._failed(request, error) for request in plan.requests]
+        finally:
+            self._aborts.clear(request.request_id for request in plan.requests)
+
+    def _run_under_adapter(self, plan: BatchPlan) -> list[DiffusionOutput]:
+        applied = self._activate(plan)
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
         for start in range(0, len(plan.requests), size):
             outputs += self._run_members(plan.requests[start : start + size])
         for output in outputs:
             output.applied_loras = applied
-        self._aborts.clear(request.request_id for request in plan.requests)
         return outputs
 
     def _activate(self, plan: BatchPlan) -> list[AppliedLoRA]:
