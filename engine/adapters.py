@@ -61,7 +61,7 @@ class AdapterRegistry:
         if adapter is None:
             raise self._unknown(asked.name)
         if asked.name in self._broken:
-            raise self._broken[asked.name]
+            raise self._broken[asked.name].with_traceback(None)  # else it grows with every raise
         scale = adapter.default_scale if asked.scale is None else asked.scale
         scale = canonical_scale(scale)
         return None if scale == 0 else AdapterActivation(adapter, scale)

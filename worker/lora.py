@@ -6,6 +6,7 @@ switched off, never fused into the weights.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 import warnings
@@ -96,6 +97,7 @@ class AdapterManager:
         started = time.perf_counter()
         expected = count_targets(adapter)
         try:
+            _check_content(adapter)
             with warnings.catch_warnings():  # peft warns of every adapter after the first
                 warnings.filterwarnings("ignore", message="Already found a `peft_config`")
                 self._pipe.load_lora_weights(
@@ -147,6 +149,14 @@ def count_targets(adapter: Adapter) -> int:
     if not targets:
         raise _unusable(adapter, "its file holds no LoRA weights")
     return len(targets)
+
+
+def _check_content(adapter: Adapter) -> None:
+    """Raise ``ModelLoadError`` if the file is no longer what was registered under the name."""
+    with open(adapter.path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != adapter.digest:
+        raise _unusable(adapter, "its file has changed; start the engine anew to serve it")
 
 
 def _unusable(adapter: Adapter, reason: str) -> ModelLoadError:
