@@ -1,4 +1,4 @@
-"""Any diffusers pipeline: certified at load, batched by sharing forwards, equal to the plain call."""
+"""Any diffusers pipeline: certified at load, sharing forwards, equal to the plain call."""
 
 from __future__ import annotations
 
