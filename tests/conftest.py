@@ -23,7 +23,9 @@ RUN_MARK = "OMNI_ENGINE_TEST_RUN"
 os.environ[RUN_MARK] = uuid.uuid4().hex
 os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="oe-")
 os.environ["XDG_RUNTIME_DIR"] = os.environ["TMPDIR"]
-os.environ["PYTHONPATH"] = str(TESTS / "support")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

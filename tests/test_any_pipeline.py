@@ -1,4 +1,4 @@
-"""Pipelines without a known exact batched call: served request by request, exactly, and said so."""
+"""Any diffusers pipeline: certified at load, sharing forwards, equal to the plain call."""
 
 from __future__ import annotations
 
@@ -64,14 +64,32 @@ def test_pictures_equal_the_plain_diffusers_call(omni: Omni, folder: Path) -> No
     assert len(set(seen)) == 4, "prompt and seed must change the picture"
 
 
-def test_status_says_that_and_why_requests_are_not_batched(omni: Omni) -> None:
+def test_requests_share_forwards_and_status_says_why_they_may(omni: Omni) -> None:
     (stage,) = omni.status()["stages"]
     assert stage["pipeline"] == "StableDiffusionPipeline"
-    assert stage["max_num_seqs"] == 4
-    assert stage["effective_max_num_seqs"] == 1
-    assert "request by request" in stage["batching"]
-    outputs = omni.generate(["a", "b", "c"], OmniDiffusionSamplingParams(num_inference_steps=1))
-    assert [output.metrics.max_batch_size for output in outputs] == [1, 1, 1]
+    assert stage["effective_max_num_seqs"] == stage["max_num_seqs"] == 4
+    assert "certified at load" in stage["batching"]
+    params = [
+        OmniDiffusionSamplingParams(num_inference_steps=3, num_outputs_per_prompt=n, seed=n)
+        for n in (1, 2, 1)
+    ]
+    outputs = omni.generate(["a", "b", "c"], params)
+    for output in outputs:
+        metrics = output.raise_for_error().metrics
+        assert (metrics.max_batch_size, metrics.mean_batch_size) == (3, 3.0)
+        assert (metrics.num_steps, metrics.num_forwards) == (3, 3)
+
+
+def test_a_request_that_fails_in_its_batch_fails_alone(omni: Omni) -> None:
+    """Its neighbours are neither lost nor run again."""
+    params = OmniDiffusionSamplingParams(num_inference_steps=2, seed=1)
+    fields = {"num_inference_steps": 2, "extra_args": {"guidance_rescale": "a string"}}
+    outputs = omni.generate(
+        ["a", "b", "c"], [params, OmniDiffusionSamplingParams(**fields), params]
+    )
+    assert [output.ok for output in outputs] == [True, False, True]
+    assert outputs[1].error is not None
+    assert outputs[1].error.code == "model_error"
 
 
 def test_default_size_is_the_models_own(omni: Omni) -> None:

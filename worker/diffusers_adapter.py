@@ -1,60 +1,32 @@
 """Gives any diffusers pipeline the request-batch contract.
 
-n outputs are n rows, each a picture of its own with seed + i; ``num_images_per_prompt`` is never
-passed on, since several pipelines pair pictures and prompts wrongly for n > 1. A batch is one list
-call for families known to be exact that way; all others run row by row, which is always exact.
+A batch runs as one list call for families known to be exact that way, else by cooperative stepping
+with shared forwards where that was certified at load, else row by row, which is always exact.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
-from omni_engine.protocol.errors import ModelError, RequestAbortedError
+from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch
 from omni_engine.stages.families import family_of
 from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.certification import certify
+from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
+from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.row_calls import CallBuilder, Row, rows_of, unpack
 from omni_engine.worker.signatures import diffusers_capabilities
 from omni_engine.worker.tensors import tensor_to_wire, to_uint8
+from omni_engine.worker.views import denoisers
 
-DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
-_CALL_FIELDS_SET_HERE = frozenset(
-    {
-        "seed",
-        "num_outputs_per_prompt",
-        "output_type",
-        "lora_request",
-        "extra_args",
-        "negative_prompt",
-        "fps",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One picture of one request."""
-
-    request: DiffusionRequest
-    index: int
-
-    @property
-    def seed(self) -> int:
-        """Picture i uses the request's seed + i."""
-        return self.request.seed + self.index
-
-    def generator(self) -> torch.Generator:
-        """A CPU generator, so that the same seed starts from the same noise on every device."""
-        return torch.Generator("cpu").manual_seed(self.seed)
+_LIST_CALL_NOTE = "one list call per batch (this family is exact that way)"
 
 
 class DiffusersRequestPipeline:
@@ -62,121 +34,157 @@ class DiffusersRequestPipeline:
 
     Args:
         pipe: a loaded pipeline; called unmodified.
-        aborts: consulted after each denoising step.
+        aborts: consulted between steps.
     """
 
     def __init__(self, pipe: Any, aborts: AbortFlags) -> None:
         self.pipe = pipe
         self._aborts = aborts
-        self._parameters = frozenset(inspect.signature(type(pipe).__call__).parameters)
-        self.supports_request_batch = family_of(type(pipe).__name__).exact_list_call
-        self._steps = 0
-        self._forwards = 0
-        self._count_denoiser_forwards()
+        self._builder = CallBuilder(pipe)
+        self._list_call = family_of(type(pipe).__name__).exact_list_call
+        self._capabilities = diffusers_capabilities(pipe, self._report(pipe))
+        self.supports_request_batch = self._capabilities.supports_request_batch
+        self._stepper = CooperativeStepper(pipe, denoisers(pipe), fused=self.supports_request_batch)
 
     def capabilities(self) -> PipelineCapabilities:
         """Describe the pipeline for admission and the compatibility key."""
-        return diffusers_capabilities(self.pipe, self.supports_request_batch)
+        return self._capabilities
 
     def forward(self, batch: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """Run the batch: one list call where that is exact, else one call per row.
+        """Run the batch; a request that fails or was aborted carries its error.
 
         Raises:
-            RequestAbortedError: when every request of the batch was aborted.
+            RequestAbortedError: when every request of a list call was aborted.
         """
-        rows = [Row(request, i) for request in batch.requests for i in range(request.num_outputs)]
-        self._steps = self._forwards = 0
-        if self.supports_request_batch:
-            made = self._call(rows, batch)
-        else:
-            made = [picture for row in rows for picture in self._call([row], batch)]
+        rows = rows_of(batch.requests)
+        if self._list_call:
+            return self._run_list_call(rows, batch)
+        return self._run_cooperatively(rows, batch)
+
+    def _report(self, pipe: Any) -> FusionReport:
+        if self._list_call:
+            return FusionReport(True, _LIST_CALL_NOTE)
+        return certify(pipe, diffusers_capabilities(pipe, FusionReport(False, "")))
+
+    # -- one list call
+
+    def _run_list_call(
+        self, rows: Sequence[Row], batch: DiffusionRequestBatch
+    ) -> list[DiffusionOutput]:
+        steps = _StepCounter(self._aborts, batch.request_ids)
+        arguments = self._with_callback(self._builder.batch(rows), steps)
+        before = self._stepper.direct_forwards
+        torch.manual_seed(rows[0].seed)  # pipelines that draw from global state stay reproducible
+        made = unpack(self.pipe(**arguments), latents=rows[0].wants_latents)
         if len(made) != len(rows):
             raise ModelError(f"the pipeline returned {len(made)} results for {len(rows)} rows")
-        return self._outputs(batch, made)
-
-    def _call(self, rows: Sequence[Row], batch: DiffusionRequestBatch) -> list[Any]:
-        as_list = self.supports_request_batch
-        first = rows[0].request
-        arguments = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in first.sampling_params.given().items()
-            if name not in _CALL_FIELDS_SET_HERE and name in self._parameters
-        }
-        arguments.update(first.sampling_params.extra_args)
-        latent = first.sampling_params.output_type == "latent"
-        arguments["output_type"] = "latent" if latent else "np"
-        arguments["generator"] = _listed([row.generator() for row in rows], as_list)
-        if "prompt" in self._parameters:
-            arguments["prompt"] = _listed([row.request.prompt for row in rows], as_list)
-        if first.sampling_params.negative_prompt is not None:
-            negatives = [row.request.sampling_params.negative_prompt for row in rows]
-            arguments["negative_prompt"] = _listed(negatives, as_list)
-        for name in first.multi_modal_data:
-            arguments[name] = _listed(
-                [_pictures(r.request.multi_modal_data[name]) for r in rows], as_list
-            )
-        if "callback_on_step_end" in self._parameters:
-            arguments["callback_on_step_end"] = self._step_callback(batch)
-        torch.manual_seed(rows[0].seed)  # pipelines that draw from global state stay reproducible
-        return _unpack(self.pipe(**arguments), latent)
-
-    def _step_callback(self, batch: DiffusionRequestBatch) -> Any:
-        def after_step(
-            pipe: Any, step: int, timestep: Any, state: dict[str, Any]
-        ) -> dict[str, Any]:
-            self._steps += 1
-            if all(self._aborts.is_set(request_id) for request_id in batch.request_ids):
-                raise RequestAbortedError("the request was aborted")
-            return state
-
-        return after_step
-
-    def _outputs(self, batch: DiffusionRequestBatch, made: list[Any]) -> list[DiffusionOutput]:
+        forwards = self._stepper.direct_forwards - before
         remaining = iter(made)
         return [
-            self._output(r, [next(remaining) for _ in range(r.num_outputs)], batch)
-            for r in batch.requests
+            _output(
+                request,
+                [next(remaining) for _ in range(request.num_outputs)],
+                _metrics(steps.count, forwards, batch.num_reqs, batch.num_reqs),
+            )
+            for request in batch.requests
         ]
 
-    def _output(
-        self, request: DiffusionRequest, made: list[Any], batch: DiffusionRequestBatch
+    # -- cooperative stepping
+
+    def _run_cooperatively(
+        self, rows: Sequence[Row], batch: DiffusionRequestBatch
+    ) -> list[DiffusionOutput]:
+        """Run rows together, or, where that was not certified, one after the other."""
+        steps = {row: _StepCounter(self._aborts, ()) for row in rows}
+        calls: dict[Row, CooperativeCall] = {}
+        for row in rows:
+            calls[row] = self._start(row, steps[row])
+            if not self.supports_request_batch:
+                self._run_to_end(calls)
+        self._run_to_end(calls)
+        return [
+            self._collect(request, [row for row in rows if row.request is request], calls, steps)
+            for request in batch.requests
+        ]
+
+    def _run_to_end(self, calls: dict[Row, CooperativeCall]) -> None:
+        while self._stepper.live:
+            self._stepper.tick()
+            for row, call in calls.items():
+                if self._aborts.is_set(row.request.request_id):
+                    self._stepper.abort(call)
+
+    def _start(self, row: Row, steps: _StepCounter) -> CooperativeCall:
+        arguments = self._with_callback(self._builder.single(row), steps)
+        return self._stepper.start(arguments, row.seed, row.request.request_id)
+
+    def _collect(
+        self,
+        request: DiffusionRequest,
+        rows: Sequence[Row],
+        calls: dict[Row, CooperativeCall],
+        steps: dict[Row, _StepCounter],
     ) -> DiffusionOutput:
-        output = DiffusionOutput(request.request_id, seed=request.seed)
-        output.metrics = OutputMetrics(num_steps=self._steps, num_forwards=self._forwards)
-        if isinstance(made[0], torch.Tensor):
-            output.latents = tensor_to_wire(torch.stack(made))
-        elif made[0].ndim == 4:
-            output.frames = [to_uint8(clip) for clip in made]
-        else:
-            output.images = [to_uint8(picture) for picture in made]
+        mine = [calls[row] for row in rows]
+        counts = max((call.counts for call in mine), key=lambda counts: counts.forwards)
+        mean = counts.shared_with / counts.forwards if counts.forwards else 1.0
+        metrics = _metrics(steps[rows[0]].count, counts.forwards, mean, max(1, counts.largest))
+        if (error := _first_error(mine)) is None:
+            latents = rows[0].wants_latents
+            made = [picture for call in mine for picture in unpack(call.result, latents=latents)]
+            return _output(request, made, metrics)
+        output = DiffusionOutput.failed(request.request_id, error, request.seed)
+        output.metrics = metrics
         return output
 
-    def _count_denoiser_forwards(self) -> None:
-        for name in DENOISERS:
-            if isinstance(module := getattr(self.pipe, name, None), torch.nn.Module):
-                module.register_forward_pre_hook(self._count)
-
-    def _count(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._forwards += 1
+    def _with_callback(self, arguments: dict[str, Any], steps: _StepCounter) -> dict[str, Any]:
+        if "callback_on_step_end" in self._builder.parameters:
+            arguments["callback_on_step_end"] = steps
+        return arguments
 
 
-def _listed(values: list[Any], as_list: bool) -> Any:
-    return values if as_list else values[0]
+class _StepCounter:
+    """Counts a call's steps; ends it when all of its requests were aborted."""
+
+    def __init__(self, aborts: AbortFlags, request_ids: Sequence[str]) -> None:
+        self.count = 0
+        self._aborts = aborts
+        self._request_ids = request_ids
+
+    def __call__(
+        self, pipe: Any, step: int, timestep: Any, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Act as diffusers' ``callback_on_step_end``."""
+        self.count += 1
+        if self._request_ids and all(self._aborts.is_set(i) for i in self._request_ids):
+            raise RequestAbortedError("the request was aborted")
+        return state
 
 
-def _pictures(value: Any) -> Any:
-    if isinstance(value, list):
-        return [Image.fromarray(picture) for picture in value]
-    return Image.fromarray(value)
+def _first_error(calls: Sequence[CooperativeCall]) -> OmniError | None:
+    for call in calls:
+        if call.aborted:
+            return RequestAbortedError("the request was aborted")
+        if isinstance(call.error, OmniError):
+            return call.error
+        if call.error is not None:
+            kind = type(call.error).__name__
+            return ModelError(f"the pipeline failed: {kind}: {call.error}")
+    return None
 
 
-def _unpack(result: Any, latent: bool) -> list[Any]:
-    """Return one entry per row of what a pipeline returned: arrays, or tensors for latents."""
-    for name in ("images", "frames", "videos"):
-        if (found := getattr(result, name, None)) is not None:
-            break
+def _metrics(steps: int, forwards: int, mean: float, largest: int) -> OutputMetrics:
+    return OutputMetrics(
+        num_steps=steps, num_forwards=forwards, mean_batch_size=mean, max_batch_size=largest
+    )
+
+
+def _output(request: DiffusionRequest, made: list[Any], metrics: OutputMetrics) -> DiffusionOutput:
+    output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
+    if isinstance(made[0], torch.Tensor):
+        output.latents = tensor_to_wire(torch.stack(made))
+    elif made[0].ndim == 4:
+        output.frames = [to_uint8(clip) for clip in made]
     else:
-        raise ModelError(f"the pipeline returned {type(result).__name__} without images or frames")
-    if latent and isinstance(found, torch.Tensor):
-        return list(found)
-    return [np.asarray(item) for item in found]
+        output.images = [to_uint8(picture) for picture in made]
+    return output

@@ -97,7 +97,8 @@ class RequestRunner:
         for request, output in zip(members, outputs, strict=True):
             metrics = output.metrics
             metrics.run_ms, metrics.worker = run_ms, self._worker_id
-            metrics.mean_batch_size = metrics.max_batch_size = len(members)
+            if metrics.max_batch_size == 0:  # the pipeline did not say
+                metrics.mean_batch_size = metrics.max_batch_size = len(members)
             output.seed = request.seed if output.seed is None else output.seed
         return outputs
 

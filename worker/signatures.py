@@ -7,6 +7,7 @@ from typing import Any
 
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.sampling import SAMPLING_FIELDS
+from omni_engine.worker.fusion_report import FusionReport
 
 _ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
 """Sampling fields that the engine serves for every pipeline."""
@@ -40,12 +41,12 @@ _PER_REQUEST = frozenset({"seed", "num_outputs_per_prompt", "negative_prompt"})
 _INPUTS = ("image", "mask_image", "control_image")
 
 
-def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
+def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabilities:
     """Describe a loaded diffusers pipeline.
 
     Args:
         pipe: the pipeline.
-        list_call: whether batches run as one list call.
+        batching: whether requests share forwards.
     """
     parameters = inspect.signature(type(pipe).__call__).parameters
     fields = (SAMPLING_FIELDS & set(parameters)) | _ENGINE_FIELDS
@@ -57,10 +58,8 @@ def diffusers_capabilities(pipe: Any, list_call: bool) -> PipelineCapabilities:
     required = [name for name in inputs if _is_required(name, parameters)]
     return PipelineCapabilities(
         pipeline=type(pipe).__name__,
-        supports_request_batch=list_call,
-        batching_note="one list call per batch (this family is exact that way)"
-        if list_call
-        else "request by request: no exact batched call is known for this pipeline class",
+        supports_request_batch=batching.fused,
+        batching_note=batching.note,
         sampling_fields=frozenset(fields),
         extra_args=frozenset(filter(_is_extra, parameters)),
         per_request=_PER_REQUEST,

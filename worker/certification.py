@@ -1,0 +1,121 @@
+"""Certifies at load that a pipeline's requests may share forwards: fused must equal alone.
+
+Synthetic requests of two aspect ratios with equal token counts, two prompt lengths and different
+step counts are run alone and together. Beyond tolerance, or when they can't be run, the pipeline
+runs unfused, which is always exact, and status says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from omni_engine.protocol.plans import PipelineCapabilities
+from omni_engine.protocol.requests import DiffusionRequest, build_request
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
+from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.row_calls import CallBuilder, Row, unpack
+from omni_engine.worker.views import denoisers, is_exclusive
+
+logger = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+HALF_PRECISION_TOLERANCE = 5e-2
+"""Largest difference of pixels in [0, 1] between alone and fused, after two or three steps."""
+
+_PROMPTS = ("a cat", "a small red house beside a lake, with mountains behind it, in the morning")
+
+
+def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
+    """Run synthetic requests alone and together and compare.
+
+    Args:
+        pipe: a loaded diffusers pipeline.
+        capabilities: what it takes.
+    """
+    if is_exclusive(pipe):
+        return FusionReport(False, "request by request: it rewires its model during a call")
+    modules = denoisers(pipe)
+    if not modules:
+        return FusionReport(False, "request by request: it has no denoiser to share")
+    try:
+        requests = synthetic_requests(capabilities)
+        alone, unfused = _pictures(pipe, modules, requests, fused=False)
+        together, stepper = _pictures(pipe, modules, requests, fused=True)
+    except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
+        logger.warning("%s can't be certified: %s", capabilities.pipeline, error)
+        return FusionReport(False, f"request by request: certification failed ({error})")
+    if stepper.forwards == unfused.forwards:
+        return FusionReport(False, "request by request: it is not clear how its calls combine")
+    dtype = next(modules[0].parameters()).dtype
+    return _judge(alone, together, stepper, dtype)
+
+
+def synthetic_requests(capabilities: PipelineCapabilities) -> list[DiffusionRequest]:
+    """Return requests that would show wrong sharing: two shapes, two lengths, mixed steps."""
+    long, short = 16 * capabilities.size_multiple, 8 * capabilities.size_multiple
+    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2)]
+    return [
+        _synthetic(capabilities, height, width, _PROMPTS[prompt], steps, seed)
+        for seed, (height, width, prompt, steps) in enumerate(plan)
+    ]
+
+
+def _synthetic(
+    capabilities: PipelineCapabilities, height: int, width: int, prompt: str, steps: int, seed: int
+) -> DiffusionRequest:
+    wanted = {"height": height, "width": width, "num_inference_steps": steps, "num_frames": 9}
+    fields: dict[str, Any] = {
+        n: value for n, value in wanted.items() if n in capabilities.sampling_fields
+    }
+    if "true_cfg_scale" in capabilities.sampling_fields:
+        fields |= {"negative_prompt": " "}
+    defaults = {n: v for n, v in capabilities.defaults.items() if n not in ("height", "width")}
+    params = OmniDiffusionSamplingParams(**fields, seed=seed).with_defaults(defaults)
+    rng = np.random.default_rng(seed)
+    picture = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+    inputs = dict.fromkeys(capabilities.required_inputs, picture)
+    return build_request(prompt, params, multi_modal_data=inputs)
+
+
+def _pictures(
+    pipe: Any, modules: list[torch.nn.Module], requests: list[DiffusionRequest], *, fused: bool
+) -> tuple[list[Any], CooperativeStepper]:
+    builder = CallBuilder(pipe)
+    stepper = CooperativeStepper(pipe, modules, fused=fused)
+    try:
+        calls = [
+            stepper.start(builder.single(Row(request, 0)), request.seed, request.request_id)
+            for request in requests
+        ]
+        stepper.run()
+    finally:
+        stepper.close()
+    return [_picture(call) for call in calls], stepper
+
+
+def _picture(call: CooperativeCall) -> Any:
+    if call.error is not None:
+        raise call.error
+    return unpack(call.result, latents=False)[0].astype(np.float64)
+
+
+def _judge(
+    alone: list[Any], together: list[Any], stepper: CooperativeStepper, dtype: torch.dtype
+) -> FusionReport:
+    difference = max(float(np.abs(a - b).max()) for a, b in zip(alone, together, strict=True))
+    tolerance = TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE)
+    found = f"certified at load: fused differs from alone by {difference:.1e} at most"
+    if not difference <= tolerance:  # NaN is no pass
+        return FusionReport(
+            False,
+            f"request by request: sharing forwards changes pictures by {difference:.1e}, "
+            f"more than {tolerance:.0e}",
+        )
+    if stepper.fallbacks:
+        return FusionReport(False, "request by request: shared forwards fail")
+    return FusionReport(True, f"requests share the denoiser's forwards ({found})")
