@@ -220,7 +220,9 @@ class Connection:
                 engine.send_multipart(self._outbox.popleft(), copy=False)
             if engine in ready:
                 self._read(engine)
-            if time.monotonic() >= next_ping:
+            if (late_s := time.monotonic() - next_ping) >= 0:
+                if late_s > PING_INTERVAL_S:  # this process was stopped, not the engine
+                    self._last_heard = time.monotonic()
                 self._check_engine()
                 engine.send_multipart(codec.encode(messages.client_message(messages.PING)))
                 next_ping = time.monotonic() + PING_INTERVAL_S

@@ -41,6 +41,7 @@ class EngineProcess:
             process_group=0,  # Ctrl-C is for the owner; the pipe's end tells the engine
         )
         _started_here.add(self)
+        weakref.finalize(self, self._stdin.close)  # Popen keeps a forgotten process's pipes open
         try:
             pipes.write_message(self._stdin.fileno(), config.model_dump(mode="json"))
             self.endpoint = self._await_start()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import PATTERN
 from safetensors.numpy import load_file, save_file
@@ -158,6 +164,44 @@ def test_a_forked_child_neither_uses_nor_keeps_its_parents_engine(
     ours.send("done")
     child.join()
     assert child.exitcode == 0
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_engine_ends_with_its_forgotten_owner() -> None:
+    omni = Omni("bundled", devices="cpu", **PATTERN_OPTIONS)
+    engine = psutil.Process(omni._engine.pid)
+    connection = omni.client._connection
+    del omni
+    gc.collect()
+    engine.wait(60)
+    connection.close()
+
+
+def test_a_client_that_was_stopped_still_gets_its_result(pattern_engine: Omni) -> None:
+    """Ctrl-Z and fg: its own silence is not the engine's."""
+    code = (
+        "import sys; from omni_engine import OmniClient, OmniDiffusionSamplingParams as P\n"
+        "from omni_engine.engine import connection\n"
+        "connection.PING_INTERVAL_S, connection.ENGINE_TIMEOUT_S = 0.1, 0.5\n"
+        "client = OmniClient(sys.argv[1])\n"
+        "handle = client.submit('a', P(extra_args={'sleep_ms': 2000}))\n"
+        "next(e for e in handle.events() if e.status == 'running'); print('runs', flush=True)\n"
+        "print(handle.result().error)"
+    )
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", code, pattern_engine.endpoint], stdout=subprocess.PIPE, text=True
+    )
+    assert stopped.stdout is not None
+    try:
+        assert stopped.stdout.readline() == "runs\n"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        while pattern_engine.status()["stages"][0]["running"]:
+            pass
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert stopped.communicate(timeout=60)[0] == "None\n"
+    finally:
+        stopped.kill()
+        stopped.communicate()
 
 
 def test_unsuitable_default_parameters_end_the_start() -> None:
