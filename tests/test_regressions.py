@@ -223,6 +223,18 @@ def test_a_batch_may_be_larger_than_any_message_of_a_client(
     assert all(map(is_right, outputs, prompts))
 
 
+def test_members_run_alone_keep_their_pictures_if_the_pipeline_reuses_its_arrays(
+    start_own_engine: Callable[..., Omni],
+) -> None:
+    options = PATTERN_OPTIONS | {"pipeline": "support_pipelines:ReusingPipeline"}
+    omni = start_own_engine("bundled", max_num_seqs=4, request_batch_max_wait_ms=60_000, **options)
+    culprit = OmniDiffusionSamplingParams(extra_args={"raise_text": "no"})
+    others = [OmniDiffusionSamplingParams()] * 3
+    *outputs, failed = omni.generate(["a", "b", "c", "d"], [*others, culprit])
+    assert failed.error is not None
+    assert all(map(is_right, outputs, ["a", "b", "c"]))
+
+
 @pytest.fixture
 def night_twice(tmp_path: Path, start_own_engine: Callable[..., Omni]) -> Omni:
     """The bundled model with room for one adapter; two names mean the same content."""

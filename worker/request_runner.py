@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
+
 from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
 from omni_engine.protocol.plans import BatchPlan
@@ -75,7 +77,7 @@ class RequestRunner:
                 type(error).__name__,
                 error,
             )
-        return [self._run_alone(member) for member in members]
+        return [_on_its_own(self._run_alone(member)) for member in members]
 
     def _run_alone(self, request: DiffusionRequest) -> DiffusionOutput:
         if self._aborts.is_set(request.request_id):
@@ -106,3 +108,14 @@ class RequestRunner:
         output = DiffusionOutput.failed(request.request_id, error, request.seed)
         output.metrics.worker = self._worker_id
         return output
+
+
+def _on_its_own(output: DiffusionOutput) -> DiffusionOutput:
+    """Copy an output's arrays: a pipeline may write its next result into the same ones."""
+    for name in ("images", "frames"):
+        if isinstance(made := getattr(output, name), list):
+            copied = [np.copy(item) if isinstance(item, np.ndarray) else item for item in made]
+            setattr(output, name, copied)
+    if isinstance(output.latents, np.ndarray):
+        output.latents = np.copy(output.latents)
+    return output
