@@ -27,7 +27,7 @@ from omni_engine.protocol.errors import ConfigError
 from omni_engine.protocol.logs import LEVEL_VARIABLE
 
 if TYPE_CHECKING:
-    from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+    from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 
 _SAMPLING = "Picture"
 
@@ -42,9 +42,9 @@ Files are named NN-PROMPT-SEED.png; an existing file is never overwritten.
 _EPILOG = """
 [bold]Examples[/bold]
   omni-engine generate "a red circle on a white background" -o pictures
-  omni-engine generate "a cat" "a dog" -o pictures --seed 7 --connect auto
+  omni-engine generate "a red star on a white background" -o pictures --seed 7 --connect auto
   omni-engine generate "a fox" -o pictures --model Qwen/Qwen-Image --n 4
-  omni-engine generate "a cat" -o pictures --lora night:0.8 --json
+  omni-engine generate "a red star on a white background" -o pictures --lora night:0.8 --json
 
 Exit code 1 if any request failed; the pictures of the others are written all the same.
 """
@@ -88,7 +88,7 @@ class SamplingOptions:
     ] = None
     fps: Annotated[float | None, _flag("Frames per second.", "--fps", metavar="X")] = None
     lora: Annotated[
-        str | None,
+        list[str] | None,
         _flag("A registered adapter and its strength.", "--lora", metavar="NAME[:SCALE]"),
     ] = None
     extra_arg: Annotated[
@@ -103,7 +103,7 @@ class SamplingOptions:
         Raises:
             OmniError: if a value is not acceptable.
         """
-        from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
+        from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
         extra = [parse_assignment("--extra-arg", a, "NAME=VALUE") for a in self.extra_arg or ()]
         return OmniDiffusionSamplingParams(
@@ -117,9 +117,19 @@ class SamplingOptions:
             negative_prompt=self.negative_prompt,
             seed=self.seed,
             num_outputs_per_prompt=self.n,
-            lora_request=None if self.lora is None else LoRARequest(*parse_lora(self.lora)),
+            lora_request=self._lora(),
             extra_args={name: _json_or_text(value) for name, value in extra},
         )
+
+    def _lora(self) -> LoRARequest | None:
+        from omni_engine.protocol.sampling import LoRARequest
+
+        if len(self.lora or ()) > 1:
+            raise ConfigError(
+                "a request takes one adapter", field="--lora", value=", ".join(self.lora or ()),
+                expected="--lora once",
+            )  # fmt: skip
+        return LoRARequest(*parse_lora(self.lora[0])) if self.lora else None
 
 
 def register(app: typer.Typer) -> None:

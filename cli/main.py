@@ -23,7 +23,7 @@ _EPILOG = """
 [bold]Examples[/bold]
   omni-engine generate "a red circle on a white background" -o pictures
   omni-engine serve --config stages.yaml
-  omni-engine generate "a cat" "a dog" -o pictures --connect auto
+  omni-engine generate "a red star on a white background" -o pictures --connect auto
 
 [bold]Exit codes[/bold]
   0  everything went well

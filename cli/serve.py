@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,10 +11,14 @@ from omni_engine.cli import interrupts
 from omni_engine.cli.display import print_line
 from omni_engine.cli.options import Endpoint, EngineOptions, LogLevel, Model, expand_options
 
+if TYPE_CHECKING:
+    from omni_engine.engine.stage_runtime import StageRuntime
+
 _HELP = """
 Serve one or more models until Ctrl-C or SIGTERM; running batches may then finish.
 
-Says on standard output when clients can connect; requests that come while a model still loads wait.
+Says on standard output when clients can connect and when each model is ready; requests that come
+earlier wait. Ends with exit code 1 if no model can be loaded.
 Logs go to standard error.
 """
 
@@ -44,7 +49,10 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
     check_endpoint(address)
     _start_logging(engine.log_level)
     names = ", ".join(stage.display_name for stage in settings.config.stage_args)
-    server = EngineServer(settings.config, address, on_listening=lambda at: _announce(names, at))
+    server = EngineServer(
+        settings.config, address, on_listening=lambda at: _announce(names, at),
+        on_stage=_announce_state, end_when_unusable=True,
+    )  # fmt: skip
     interrupts.release()
     raise typer.Exit(server.run())
 
@@ -56,6 +64,11 @@ def _start_logging(level: LogLevel | None) -> None:
     if level is not None:
         os.environ[LEVEL_VARIABLE] = level.upper()
     start_logging("engine", "INFO")
+
+
+def _announce_state(stage: StageRuntime) -> None:
+    reason = f": {stage.error}" if stage.error is not None else ""
+    print_line(f"{stage.name} is {stage.state}{reason}")
 
 
 def _announce(names: str, address: str) -> None:

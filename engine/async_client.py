@@ -52,6 +52,11 @@ class AsyncRequestHandle:
             yield event
         self._events.put_nowait(None)  # whoever else asks gets the end, too
 
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._bound.done
+
     def abort(self) -> None:
         """Ask the engine to end the request."""
         self._bound.abort()
@@ -91,6 +96,11 @@ class AsyncOmniClient:
         self._endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
         self._connected: Connection | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine listens."""
+        return self._connection.endpoint
 
     async def connect(self) -> Self:
         """Connect to the engine.
@@ -179,9 +189,18 @@ class AsyncOmniClient:
         models: list[dict[str, Any]] = reply["models"]
         return models
 
-    async def wait_until_ready(self) -> None:
-        """Wait until no worker is loading any more; raise the reason if a model is down."""
-        reply = await asyncio.wrap_future(self._connection.call_soon(messages.WAIT_READY))
+    async def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until no worker is loading any more.
+
+        Raises:
+            OmniError: the reason, if a model has no worker left.
+            RequestTimeoutError: if it takes longer than ``timeout_s`` seconds.
+        """
+        call = asyncio.wrap_future(self._connection.call_soon(messages.WAIT_READY))
+        try:
+            reply = await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise RequestTimeoutError(f"not ready within {timeout_s:g} s") from None
         for model in reply["models"]:
             if model["state"] == "down" and model["error"] is not None:
                 raise error_from_wire(model["error"])

@@ -57,6 +57,9 @@ class RequestHandle:
         self._events: queue.SimpleQueue[RequestEvent | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"RequestHandle({self.request_id!r}, {self.status})"
+
     @property
     def done(self) -> bool:
         """Whether the request has ended."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
 from omni_engine.engine.client import OmniClient, OnOutput, Params
+from omni_engine.engine.handles import RequestHandle
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -80,9 +81,26 @@ class Omni:
             prompts, sampling_params, model=model, timeout_s=timeout_s, on_output=on_output
         )
 
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: OmniDiffusionSamplingParams | None = None,
+        **options: Any,
+    ) -> RequestHandle:
+        """Submit one request to follow; see ``OmniClient.submit``."""
+        return self.client.submit(prompt, sampling_params, **options)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests; unknown ids are ignored."""
+        self.client.abort(request_ids)
+
     def status(self) -> dict[str, Any]:
         """Return the engine's state: stages, workers, queues, counters."""
         return self.client.status()
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the served models: name, state, error, adapters."""
+        return self.client.models()
 
     def close(self) -> None:
         """Stop the engine and its workers; returns when they are gone."""
@@ -109,9 +127,15 @@ class AsyncOmni:
     """
 
     def __init__(
-        self, model: str | None = None, *, config: str | Path | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        startup_timeout_s: float | None = None,
+        **options: Any,
     ) -> None:
         self.settings = _settings(model, config, options)
+        self._startup_timeout_s = startup_timeout_s
         self._engine: EngineProcess | None = None
         self._client: AsyncOmniClient | None = None
 
@@ -133,7 +157,7 @@ class AsyncOmni:
             self._client = await AsyncOmniClient(
                 self._engine.endpoint, connect_timeout_s=30
             ).connect()
-            await self._client.wait_until_ready()
+            await self._client.wait_until_ready(self._startup_timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -154,9 +178,22 @@ class AsyncOmni:
         """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
         return await self.client.generate(prompts, sampling_params, **options)
 
+    @property
+    def endpoint(self) -> str:
+        """Where the engine listens; further clients may connect."""
+        return self.client.endpoint
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests; unknown ids are ignored."""
+        await self.client.abort(request_ids)
+
     async def status(self) -> dict[str, Any]:
         """Return the engine's state: stages, workers, queues, counters."""
         return await self.client.status()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Return the served models: name, state, error, adapters."""
+        return await self.client.models()
 
     async def close(self) -> None:
         """Stop the engine and its workers; returns when they are gone."""

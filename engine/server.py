@@ -46,6 +46,8 @@ class EngineServer:
         endpoint: where clients connect; None for a private one.
         parent_fd: a descriptor whose end of file means that the owner is gone.
         on_listening: called with the endpoint once clients can connect.
+        on_stage: called with a stage whenever its state has changed.
+        end_when_unusable: whether to end when no stage's model could be loaded.
 
     Raises:
         ConfigError: if the endpoint is in use or an adapter's file is missing.
@@ -57,11 +59,16 @@ class EngineServer:
         endpoint: str | None,
         parent_fd: int | None = None,
         on_listening: Callable[[str], None] = lambda _: None,
+        on_stage: Callable[[StageRuntime], None] = lambda _: None,
+        end_when_unusable: bool = False,
     ) -> None:
         self._config = config
         self.endpoint = endpoint or ""
         self._parent_fd = parent_fd
         self._on_listening = on_listening
+        self._on_stage = on_stage
+        self._end_when_unusable = end_when_unusable
+        self._told: dict[str, str] = {}
         self._stopping_since: float | None = None
         self._stop_now = False
         self._stages = {
@@ -71,7 +78,7 @@ class EngineServer:
         self._stage_of_worker: dict[str, StageRuntime] = {}
 
     def run(self) -> int:
-        """Serve until told to stop; return the exit code 0."""
+        """Serve until told to stop; return the exit code: 1 if no model could be loaded."""
         with contextlib.ExitStack() as stack:
             directory = Path(tempfile.mkdtemp(prefix=plans.PRIVATE_DIRECTORY_PREFIX))  # mode 0700
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -90,7 +97,7 @@ class EngineServer:
             self._on_listening(self.endpoint)
             while not self._finished():
                 self._turn()
-        return 0
+        return 1 if self._unusable else 0
 
     def _send(self, identity: bytes, message: dict[str, Any]) -> None:
         """Send a message to a client; one that is gone loses it."""
@@ -121,6 +128,7 @@ class EngineServer:
             stage.check_workers(now)
             if self._stopping_since is None:
                 stage.dispatch(now)
+        self._tell_states()
         self._desk.drop_silent(now)
         self._desk.answer_awaiting_ready()
 
@@ -130,8 +138,21 @@ class EngineServer:
         waits = [max(0.0, deadline - now) for deadline in deadlines if deadline is not None]
         return min([_TICK_S, *waits])
 
+    @property
+    def _unusable(self) -> bool:
+        """Whether every stage went down before its model was loaded."""
+        return self._end_when_unusable and all(
+            stage.state == "down" and stage.capabilities is None for stage in self._stages.values()
+        )
+
+    def _tell_states(self) -> None:
+        for stage in self._stages.values():
+            if stage.state != self._told.get(stage.name, "loading"):
+                self._told[stage.name] = stage.state
+                self._on_stage(stage)
+
     def _finished(self) -> bool:
-        if self._stop_now:
+        if self._stop_now or self._unusable:
             return True
         if self._stopping_since is None:
             return False

@@ -18,6 +18,9 @@ from omni_engine.protocol.plans import WorkerSpec
 
 WORKER_MODULE = "omni_engine.worker.process"
 
+_PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Idle compute threads sleep instead of spinning: spinning ones slow a shared machine many-fold."""
+
 
 class WorkerState(enum.Enum):
     """A worker's life, as shown in status."""
@@ -129,6 +132,8 @@ class WorkerHandle:
             environment |= {
                 name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
             }
+        for name, value in _PASSIVE_WAIT.items():
+            environment.setdefault(name, value)
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER_MODULE],
             stdin=subprocess.PIPE,

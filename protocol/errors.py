@@ -247,7 +247,8 @@ def nearest(
     if len(name) > _MAX_VALUE_CHARS:
         return None
     found = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    whole_words = [other for other in sorted(known) if name in other.split("_")]
+    return next(iter([*found, *whole_words]), None)
 
 
 def error_from_wire(wire: Mapping[str, Any]) -> OmniError:

@@ -71,9 +71,9 @@ class DiffusionOutput:
     """
 
     request_id: str
-    images: list[npt.NDArray[np.uint8]] | None = None
-    frames: list[npt.NDArray[np.uint8]] | None = None
-    latents: npt.NDArray[Any] | TensorData | None = None
+    images: list[npt.NDArray[np.uint8]] | None = field(default=None, repr=False)
+    frames: list[npt.NDArray[np.uint8]] | None = field(default=None, repr=False)
+    latents: npt.NDArray[Any] | TensorData | None = field(default=None, repr=False)
     finished: bool = True
     error: OmniError | None = None
     aborted: bool = False

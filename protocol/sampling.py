@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -188,6 +189,17 @@ class OmniDiffusionSamplingParams:
             wire["sigmas"] = list(self.sigmas)
         return wire
 
+
+_generated_init = OmniDiffusionSamplingParams.__init__
+
+
+@functools.wraps(_generated_init)
+def _checked_init(self: OmniDiffusionSamplingParams, *args: Any, **fields_given: Any) -> None:
+    refuse_unknown(fields_given, SAMPLING_FIELDS, "")
+    _generated_init(self, *args, **fields_given)
+
+
+OmniDiffusionSamplingParams.__init__ = _checked_init  # type: ignore[method-assign]
 
 SAMPLING_FIELD_ORDER = tuple(f.name for f in dataclasses.fields(OmniDiffusionSamplingParams))
 SAMPLING_FIELDS = frozenset(SAMPLING_FIELD_ORDER)

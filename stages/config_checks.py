@@ -184,7 +184,10 @@ def _useless_findings(args: Any, runtime: Any, at: Loc) -> Iterator[Finding]:
         message = "step execution is not available in this version"
         hint = "leave it false; requests still share forwards in request mode"
         yield Finding((*inside, "step_execution"), message, hint, unsupported=True)
-    if isinstance(model, str) and os.path.isabs(model) and not os.path.isdir(model):
+    if isinstance(model, str) and model.endswith((".yaml", ".yml")):
+        hint = "use --config FILE on the command line, config=FILE in Python"
+        yield Finding((*inside, "model"), f"{model} is a deploy file, not a model", hint)
+    elif isinstance(model, str) and os.path.isabs(model) and not os.path.isdir(model):
         yield Finding((*inside, "model"), f"there is no folder {model}")
     is_local = isinstance(model, str) and (model == "bundled" or os.path.isabs(model))
     if is_local and isinstance(dig(args, "revision"), str):

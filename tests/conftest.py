@@ -59,9 +59,7 @@ def assert_nothing_new(before: set[str], where: str, timeout_s: float = 10.0) ->
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_over_by_session() -> Iterator[None]:
-    yield
+def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission, AdmittedRequest
 from omni_engine.engine.keys import request_key
-from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitExceededError
+from omni_engine.protocol.errors import (
+    ConfigError,
+    InvalidRequestError,
+    LimitExceededError,
+    UnknownFieldError,
+)
+from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import Adapter, AdapterActivation, PipelineCapabilities
 from omni_engine.protocol.requests import build_request
 from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
@@ -192,3 +198,15 @@ def test_a_request_larger_than_any_batch_is_refused() -> None:
 def test_stage_defaults_that_the_pipeline_would_ignore_are_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="Some takes no fps"):
         admission(default_sampling_params={"fps": 8.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("hieght", "height"), ("steps", "num_inference_steps")]
+)
+def test_misspelt_parameters_are_refused_when_they_are_written(name: str, meant: str) -> None:
+    with pytest.raises(UnknownFieldError, match=f"Did you mean '{meant}'"):
+        OmniDiffusionSamplingParams(**{name: 1})  # type: ignore[arg-type]
+
+
+def test_an_output_prints_without_its_pixels() -> None:
+    assert len(repr(DiffusionOutput("a", images=[np.zeros((64, 64, 3), "uint8")]))) < 500

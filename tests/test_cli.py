@@ -100,7 +100,7 @@ def served() -> Iterator[str]:
         yield process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (0, ""), err
+        assert (process.returncode, out) == (0, "pattern is ready\n"), err
     finally:
         process.kill()
         process.communicate()
@@ -468,3 +468,28 @@ def test_terminating_generate_leaves_nothing(tmp_path: Path) -> None:
     wait_for_line(process.stderr, "engine listens on")
     result = stop(process, signal.SIGTERM)
     assert (result.code, result.out) == (128 + signal.SIGTERM, "")
+
+
+def test_serve_ends_when_no_model_can_be_loaded() -> None:
+    endpoint = f"ipc://{os.environ['TMPDIR']}/own/engine"
+    result = run_command("serve", "--pipeline", "support_pipelines:NoForward", "--devices", "cpu",
+                         "--endpoint", endpoint)  # fmt: skip
+    assert result.code == 1
+    assert "is down: pipeline class support_pipelines:NoForward lacks forward" in result.out
+
+
+def test_a_deploy_file_in_the_place_of_a_model(
+    invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stages.yaml").write_text("stage_args: []\n")
+    result = invoke("serve", "stages.yaml")
+    assert result.code == 2
+    assert "stages.yaml is a deploy file" in result.error_text
+    assert "--config" in result.error_text
+
+
+def test_only_one_adapter_a_request(invoke: Callable[..., Result], tmp_path: Path) -> None:
+    result = invoke("generate", "a", "-o", str(tmp_path), "--lora", "night", "--lora", "outline")
+    assert result.code == 2
+    assert "a request takes one adapter" in result.error_text

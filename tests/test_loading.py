@@ -21,9 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_stable_diffusion(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def load(model: Path | str, **arguments: Any) -> Any:
+def load(model: Path | str, device: str = "cpu", **arguments: Any) -> Any:
     args = EngineArgs(model=str(model), **arguments).model_dump(mode="json")
-    return load_pipeline(WorkerSpec("w", "ipc://nowhere", args, str(model), "cpu"))
+    return load_pipeline(WorkerSpec("w", "ipc://nowhere", args, str(model), device))
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,10 @@ def test_half_a_model(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_bytes((folder / "model_index.json").read_bytes())
     with pytest.raises(ModelLoadError, match="can't load model"):
         load(tmp_path)
+
+
+def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelLoadError, match="no cuda device") as caught:
+        load(folder, device="cuda:0")
+    assert caught.value.field == "devices"

@@ -34,6 +34,7 @@ def load_pipeline(spec: WorkerSpec) -> Any:
         PipelineContractError: if a hand-written class lacks what it must have.
     """
     arguments = spec.engine_args
+    _check_device(spec.device)
     cls = find_pipeline_class(spec)
     dtype = resolve_dtype(arguments["dtype"], spec.device)
     if not issubclass(cls, diffusers.DiffusionPipeline):
@@ -45,6 +46,18 @@ def load_pipeline(spec: WorkerSpec) -> Any:
     pipe = _from_pretrained(cls, spec, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(spec.device)
+
+
+def _check_device(device: str) -> None:
+    kind = device.partition(":")[0]
+    missing_cuda = kind == "cuda" and not torch.cuda.is_available()
+    if missing_cuda or (kind == "mps" and not torch.backends.mps.is_available()):
+        raise ModelLoadError(
+            f"torch finds no {kind} device on this machine",
+            field="devices",
+            value=device,
+            expected='a device that exists, such as "cpu", or "auto"',
+        )
 
 
 def resolve_dtype(name: str, device: str) -> str:
