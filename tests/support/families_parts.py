@@ -52,6 +52,7 @@ class Family:
         prompts: of the requests.
         own: arguments of request i: its pictures, mostly.
         float64: whether the family runs in float64.
+        certified: whether certification can run on it in the time of a test.
         why_alone: why requests don't share forwards; None if they do.
         context: entered while the pipeline runs.
         note: for the table.
@@ -65,6 +66,7 @@ class Family:
     prompts: Sequence[str] = PROMPTS
     own: Callable[[int], dict[str, Any]] = _no_extras
     float64: bool = True
+    certified: bool = True
     why_alone: str | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     note: str = ""
