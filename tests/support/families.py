@@ -138,7 +138,9 @@ def row(name: str, family: Family, found: Measured) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print("| family | pipeline class | shares forwards | forwards for calls | max difference | note |")
+    print(
+        "| family | pipeline class | shares forwards | forwards for calls | max difference | note |"
+    )
     print("|---|---|---|---|---|---|")
     for name, family in FAMILIES.items():
         print(row(name, family, measure(family)), flush=True)

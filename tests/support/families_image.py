@@ -181,7 +181,11 @@ IMAGE_FAMILIES = {
     "chroma": Family(_chroma, _size(8, 32), forwards=8),
     "flux2_klein": Family(_flux2_klein, _size(8, 64), negative=False, forwards=8),
     "flux_kontext": Family(
-        _flux_kontext, _KONTEXT, negative=False, own=_kontext_picture, certified=False,
+        _flux_kontext,
+        _KONTEXT,
+        negative=False,
+        own=_kontext_picture,
+        certified=False,
         note="not certified here: its pictures have a million pixels",
     ),
 }

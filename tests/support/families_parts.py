@@ -190,8 +190,12 @@ _QWEN_CHAT = (
 def qwen_tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer.from_str(_trained(_QWEN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
-             "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}  # fmt: skip
+    names = {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
     fast = _fast(tokenizer, side, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                  unk_token="<|endoftext|>", model_max_length=2048,
                  extra_special_tokens=names)  # fmt: skip

@@ -154,9 +154,7 @@ def _edit_plus() -> Any:
 
 def _layered() -> Any:
     parts = _parts(8, {"input_channels": 4}, use_additional_t_cond=True, use_layer3d_rope=True)
-    return diffusers.QwenImageLayeredPipeline(
-        **parts, processor=VisionProcessor(qwen_tokenizer())
-    )
+    return diffusers.QwenImageLayeredPipeline(**parts, processor=VisionProcessor(qwen_tokenizer()))
 
 
 def _qwen_image_21() -> Any:
@@ -216,7 +214,7 @@ QWEN_FAMILIES = {
         **_TRUE_CFG,
     ),
     "qwen_image_layered": Family(
-        _layered, {"layers": 2, "resolution": 640}, own=_with_alpha,
+        _layered, {"layers": 2, "resolution": 640, "output_type": "pt"}, own=_with_alpha,
         context=_small_pictures(pipeline_qwenimage_layered, 32), **_TRUE_CFG,
     ),
     "qwen_image_21": Family(
