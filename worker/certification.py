@@ -68,12 +68,14 @@ def synthetic_requests(
 ) -> list[DiffusionRequest]:
     """Return requests that would show wrong sharing: two shapes, two lengths, mixed steps.
 
+    The last two differ in nothing but the seed: they share wherever anything can be shared.
+
     Args:
         capabilities: what the pipeline takes.
         inputs: the pictures to give; many pipelines need some that their signature calls optional.
     """
     long, short = 16 * capabilities.size_multiple, 8 * capabilities.size_multiple
-    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2)]
+    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2), (long, short, 1, 2)]
     return [
         _synthetic(capabilities, inputs, height, width, _PROMPTS[prompt], steps, seed)
         for seed, (height, width, prompt, steps) in enumerate(plan)

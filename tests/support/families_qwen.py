@@ -68,6 +68,9 @@ class VisionProcessor:
         is_flat = tokenize and not options.get("return_dict", True) and isinstance(made[0], int)
         return [made] if is_flat else made
 
+    def decode(self, *tokens: Any) -> Any:
+        return self.tokenizer.decode(*tokens)
+
     def _expanded(self, texts: list[str], grids: torch.Tensor) -> list[str]:
         """Give every picture as many tokens as it has merged patches."""
         remaining = iter(grids)
