@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
 import transformers
 from diffusers.pipelines.stable_audio import StableAudioProjectionModel
+from diffusers.pipelines.wan import pipeline_wan_i2v
 from families_parts import (
     EQUAL_PROMPTS,
     Family,
@@ -172,6 +176,12 @@ def _stable_audio() -> Any:
     )  # fmt: skip
 
 
+def _no_text_repair() -> contextlib.AbstractContextManager[Any]:
+    """The pipeline calls ftfy whether or not it is installed."""
+    repair = types.SimpleNamespace(fix_text=str)
+    return mock.patch.object(pipeline_wan_i2v, "ftfy", repair, create=True)
+
+
 def _picture(index: int) -> dict[str, Any]:
     return {"image": picture(index, 16)}
 
@@ -181,7 +191,9 @@ _KANDINSKY = {"height": 64, "width": 64, "max_sequence_length": 24}
 
 VIDEO_FAMILIES = {
     "wan": Family(_wan, _size(16, 5), forwards=8),
-    "wan_image_to_video": Family(_wan_i2v, _size(16, 5), own=_picture, forwards=8),
+    "wan_image_to_video": Family(
+        _wan_i2v, _size(16, 5), own=_picture, forwards=8, context=_no_text_repair
+    ),
     "ltx": Family(_ltx, _size(32, 9)),
     "cogvideox": Family(_cogvideox, {**_size(16, 8), "max_sequence_length": 226}),
     "hunyuan_video": Family(_hunyuan_video, _HUNYUAN, negative=False),
