@@ -198,7 +198,7 @@ VIDEO_FAMILIES = {
     "cogvideox": Family(_cogvideox, {**_size(16, 8), "max_sequence_length": 226}),
     "hunyuan_video": Family(_hunyuan_video, _HUNYUAN, negative=False),
     "kandinsky5": Family(
-        _kandinsky5, _KANDINSKY, forwards=8, prompts=EQUAL_PROMPTS,
+        _kandinsky5, _KANDINSKY, forwards=8, prompts=EQUAL_PROMPTS, float64=False,
         note="prompts of equal length share: they can't be padded",
     ),
     "stable_audio": Family(_stable_audio, {"audio_end_in_s": 2.0}),
