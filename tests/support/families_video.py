@@ -181,6 +181,7 @@ VIDEO_FAMILIES = {
     ),
     "stable_audio": Family(
         _stable_audio, {"audio_end_in_s": 2.0}, certified=False,
-        forwards=10, note="with 10 calls of its projection model; not certified: it makes no pictures",
+        forwards=10,
+        note="with 10 calls of its projection model; not certified: it makes no pictures",
     ),
 }  # fmt: skip
