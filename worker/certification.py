@@ -27,7 +27,11 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 5e-2
 """Largest difference of pixels in [0, 1] between alone and fused, after two or three steps."""
 
-_PROMPTS = ("a cat", "a small red house beside a lake, with mountains behind it, in the morning")
+_PROMPTS = (
+    "a cat",
+    "a small red house beside a lake, with mountains behind it, in the morning",
+    "a dog",
+)
 
 
 def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
@@ -68,14 +72,14 @@ def synthetic_requests(
 ) -> list[DiffusionRequest]:
     """Return requests that would show wrong sharing: two shapes, two lengths, mixed steps.
 
-    The last two differ in nothing but the seed: they share wherever anything can be shared.
+    The first and the last have prompts of one length: they share even where none can be padded.
 
     Args:
         capabilities: what the pipeline takes.
         inputs: the pictures to give; many pipelines need some that their signature calls optional.
     """
     long, short = 16 * capabilities.size_multiple, 8 * capabilities.size_multiple
-    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2), (long, short, 1, 2)]
+    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2), (long, short, 2, 2)]
     return [
         _synthetic(capabilities, inputs, height, width, _PROMPTS[prompt], steps, seed)
         for seed, (height, width, prompt, steps) in enumerate(plan)
