@@ -62,6 +62,12 @@ RULES: Mapping[str, Mapping[str, Kind]] = {
         "txt_ids": Kind.SAME_ROWS,
     },
     "UNet2DConditionModel": {"down_block_additional_residuals": Kind.EACH},
+    "ControlNetModel": {"added_cond_kwargs": Kind.EACH},
+    "PixArtTransformer2DModel": {"encoder_attention_mask": Kind.ROWS},
+    "SanaTransformer2DModel": {"encoder_attention_mask": Kind.ROWS},
+    "Lumina2Transformer2DModel": {"encoder_attention_mask": Kind.ROWS},
+    "LTXVideoTransformer3DModel": {"encoder_attention_mask": Kind.ROWS},
+    "HunyuanVideoTransformer3DModel": {"encoder_attention_mask": Kind.ROWS},
 }
 
 PADDED: Mapping[str, Mapping[str, str]] = {
