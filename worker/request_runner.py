@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
-from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
+from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
@@ -97,12 +97,15 @@ class RequestRunner:
         outputs = check_results(batch, self._pipeline.forward(batch))
         run_ms = (time.perf_counter() - started) * 1000
         for request, output in zip(members, outputs, strict=True):
-            metrics = output.metrics
-            metrics.run_ms, metrics.worker = run_ms, self._worker_id
-            if metrics.max_batch_size == 0:  # the pipeline did not say
-                metrics.mean_batch_size = metrics.max_batch_size = len(members)
+            if isinstance(output.metrics, OutputMetrics):  # else the output is refused later
+                self._complete(output.metrics, run_ms, len(members))
             output.seed = request.seed if output.seed is None else output.seed
         return outputs
+
+    def _complete(self, metrics: OutputMetrics, run_ms: float, batch_size: int) -> None:
+        metrics.run_ms, metrics.worker = run_ms, self._worker_id
+        if metrics.max_batch_size == 0:  # the pipeline did not say
+            metrics.mean_batch_size = metrics.max_batch_size = batch_size
 
     def _failed(self, request: DiffusionRequest, error: OmniError) -> DiffusionOutput:
         output = DiffusionOutput.failed(request.request_id, error, request.seed)
