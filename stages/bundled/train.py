@@ -23,8 +23,8 @@ _LATENT_SEED = 21
 def train(
     out: Path,
     stage: str = "all",
-    steps_vae: int = 4000,
-    steps_model: int = 4500,
+    steps_vae: int = 3000,
+    steps_model: int = 3900,
     pictures: int = 24_000,
     batch_size: int = 64,
 ) -> Path:
@@ -46,7 +46,9 @@ def train(
     vae = train_vae(checkpoints / "vae.safetensors", steps_vae)
     if stage == "vae":
         return folder
-    data = load_or_make_latents(checkpoints / "latents.safetensors", vae, pictures, _LATENT_SEED)
+    # Named by what they depend on: a longer trained autoencoder has other latents.
+    latents = checkpoints / f"latents-{steps_vae}-{pictures}.safetensors"
+    data = load_or_make_latents(latents, vae, pictures, _LATENT_SEED)
     if stage == "latents":
         return folder
     tokenizer = build_tokenizer()
@@ -63,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the bundled model from nothing.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and model")
     parser.add_argument("--stage", choices=STAGES, default="all")
-    parser.add_argument("--steps-vae", type=int, default=4000)
-    parser.add_argument("--steps-model", type=int, default=4500)
+    parser.add_argument("--steps-vae", type=int, default=3000)
+    parser.add_argument("--steps-model", type=int, default=3900)
     parser.add_argument("--pictures", type=int, default=24_000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
