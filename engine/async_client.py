@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.client import Params
 from omni_engine.engine.connection import Connection
 from omni_engine.engine.handles import RequestEvent, RequestHandle
-from omni_engine.engine.prompts import Prompt, build_requests
+from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -140,7 +140,7 @@ class AsyncOmniClient:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: Params = None,
         *,
         model: str | None = None,
@@ -150,7 +150,7 @@ class AsyncOmniClient:
 
         Cancelling the call aborts what has not finished.
         """
-        items: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        items = as_list(prompts)
         requests = build_requests(items, sampling_params, model=model)
         good = [request for request in requests if not isinstance(request, OmniError)]
         handles = self._connection.submit(good)

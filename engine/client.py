@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.connection import Connection
 from omni_engine.engine.handles import RequestEvent, RequestHandle
-from omni_engine.engine.prompts import Prompt, build_requests
+from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -72,7 +72,7 @@ class OmniClient:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: Params = None,
         *,
         model: str | None = None,
@@ -82,7 +82,7 @@ class OmniClient:
         """Run prompts, each as a request of its own, and wait for all.
 
         Args:
-            prompts: one prompt or a list.
+            prompts: one prompt, or any number of them.
             sampling_params: one for all, or a list of the same length.
             model: a served model's name; None for the engine's first.
             timeout_s: seconds after which unfinished requests are aborted; their outputs carry a
@@ -95,7 +95,7 @@ class OmniClient:
         Raises:
             InvalidRequestError: if the lists' lengths differ.
         """
-        items: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        items = as_list(prompts)
         requests = build_requests(items, sampling_params, model=model)
         good = [request for request in requests if not isinstance(request, OmniError)]
         handles = iter(self._connection.submit(good))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -69,7 +69,7 @@ class Omni:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: Params = None,
         *,
         model: str | None = None,
@@ -173,7 +173,7 @@ class AsyncOmni:
         return await self.client.submit(prompt, sampling_params, **options)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Any
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, **options: Any
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
         return await self.client.generate(prompts, sampling_params, **options)

@@ -15,6 +15,12 @@ from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 Prompt = str | Mapping[str, Any]
 
 
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+    """Return prompts as a list; a single one, a string or a dict, as a list of one."""
+    single = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
+    return [prompts] if single else list(prompts)
+
+
 def build_requests(
     prompts: Sequence[Prompt],
     sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None,

@@ -106,6 +106,11 @@ def test_one_bad_item_does_not_lose_the_others(client: OmniClient) -> None:
         outputs[1].raise_for_error()
 
 
+def test_prompts_may_come_from_a_generator(client: OmniClient) -> None:
+    outputs = client.generate(f"prompt {i}" for i in range(3))
+    assert [output.ok for output in outputs] == [True] * 3
+
+
 def test_lists_of_different_length_are_refused(client: OmniClient) -> None:
     with pytest.raises(InvalidRequestError, match="differ in number"):
         client.generate(["a", "b"], [OmniDiffusionSamplingParams()])

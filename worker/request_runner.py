@@ -60,7 +60,14 @@ class RequestRunner:
     def _activate(self, plan: BatchPlan) -> list[AppliedLoRA]:
         if self._adapters is None:
             return []
-        return self._adapters.activate(plan.activation)
+        try:
+            return self._adapters.activate(plan.activation)
+        except OmniError:
+            raise
+        except Exception as error:  # boundary: one batch; what peft may raise is not known
+            logger.exception("an adapter could not be switched")
+            reason = f"the adapter could not be switched: {type(error).__name__}: {error}"
+            raise ModelError(reason) from None
 
     def _run_members(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
         """Run requests together; if that fails, one by one, so that only the culprit fails."""
