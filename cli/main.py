@@ -59,7 +59,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True,
+        typer.Option("--version", metavar="", callback=_print_version, is_eager=True,
                      help="Print the version and exit."),
     ] = False,
 ) -> None:  # fmt: skip

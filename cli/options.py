@@ -53,7 +53,10 @@ Connect = Annotated[
     typer.Option(metavar="ADDRESS", help='The running engine; "auto" is the default address.'),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")
+    bool,
+    typer.Option(
+        "--json", metavar="", help="Print JSON on standard output and nothing else there."
+    ),
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
