@@ -51,8 +51,8 @@ def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
         try:
             return _compare(pipe, modules, synthetic_requests(capabilities, inputs))
         except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
-            logger.warning("%s can't be certified: %s", capabilities.pipeline, error)
             failure = str(error)
+    logger.warning("%s can't be certified: %s", capabilities.pipeline, failure)
     return FusionReport(False, f"request by request: certification failed ({failure})")
 
 
