@@ -47,7 +47,8 @@ def leftovers() -> set[str]:
     processes = {f"process {pid}" for pid in started_processes()}
     segments = {f"/dev/shm/{entry.name}" for entry in Path("/dev/shm").iterdir()}
     folder = Path(os.environ["TMPDIR"])
-    files = {str(p) for p in folder.rglob("*") if p.is_socket() or p.name.startswith("omni-engine")}
+    files = {str(path) for path in folder.rglob("*") if path.is_socket()}
+    files |= {str(path) for path in folder.glob("omni-engine*")}  # engines' private directories
     return processes | segments | files
 
 
