@@ -42,13 +42,22 @@ def started_processes() -> set[int]:
     return found
 
 
+def bound_sockets(folder: str) -> set[str]:
+    """Sockets below a folder that some process still holds, wherever they are."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return {line.split()[-1] for line in lines if line.split()[-1].startswith(folder)}
+
+
 def leftovers() -> set[str]:
     """Processes, shared-memory segments, sockets and engine directories that exist now."""
     processes = {f"process {pid}" for pid in started_processes()}
     segments = {f"/dev/shm/{entry.name}" for entry in Path("/dev/shm").iterdir()}
     folder = Path(os.environ["TMPDIR"])
-    files = {str(path) for path in folder.rglob("*") if path.is_socket()}
-    files |= {str(path) for path in folder.glob("omni-engine*")}  # engines' private directories
+    places = [path for path in folder.iterdir() if not path.name.startswith("pytest-of-")]
+    inside = [path for place in places if place.is_dir() for path in place.iterdir()]
+    files = {str(path) for path in (*places, *inside) if path.is_socket()}
+    files |= {str(path) for path in places if path.name.startswith("omni-engine")}
+    files |= bound_sockets(str(folder))
     return processes | segments | files
 
 

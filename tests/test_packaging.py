@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -160,3 +161,4 @@ def test_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path:
     where = "import omni_engine; print(omni_engine.__file__)"
     installed = subprocess.check_output([python, "-c", where], text=True, cwd=tmp_path)
     assert str(venv) in installed
+    shutil.rmtree(venv)
