@@ -18,7 +18,6 @@ from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 REQUEST_METHODS = ("load", "forward")
-STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
 
 
 @dataclass(frozen=True, slots=True)
