@@ -13,11 +13,9 @@ from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitE
 from omni_engine.protocol.fields import unknown_field
 from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
-from omni_engine.protocol.sampling import MAX_SEED, OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import ENGINE_FIELDS, MAX_SEED, OmniDiffusionSamplingParams
 from omni_engine.stages.config import EngineArgs, Limits
 from omni_engine.stages.families import model_defaults
-
-_ALWAYS_ACCEPTED = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class Admission:
         """Refuse what the pipeline would ignore."""
         known = self._capabilities
         for name in params.given():
-            if name in known.sampling_fields or name in _ALWAYS_ACCEPTED:
+            if name in known.sampling_fields or name in ENGINE_FIELDS:
                 continue
             hint = None
             if name == "guidance_scale" and "true_cfg_scale" in known.sampling_fields:

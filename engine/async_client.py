@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.client import Params
-from omni_engine.engine.connection import Connection
+from omni_engine.engine.connection import Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
-from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
+from omni_engine.protocol.errors import OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
@@ -201,9 +201,7 @@ class AsyncOmniClient:
             reply = await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
             raise RequestTimeoutError(f"not ready within {timeout_s:g} s") from None
-        for model in reply["models"]:
-            if model["state"] == "down" and model["error"] is not None:
-                raise error_from_wire(model["error"])
+        raise_if_down(reply["models"])
 
     async def close(self) -> None:
         """Close the connection; requests that are not detached are aborted."""

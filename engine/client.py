@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from omni_engine.engine.connection import Connection
+from omni_engine.engine.connection import Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
-from omni_engine.protocol.errors import OmniError, RequestTimeoutError, error_from_wire
+from omni_engine.protocol.errors import OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
@@ -132,9 +132,7 @@ class OmniClient:
             RequestTimeoutError: if it takes longer than ``timeout_s`` seconds.
         """
         reply = self._connection.call(messages.WAIT_READY, timeout_s)
-        for model in reply["models"]:
-            if model["state"] == "down" and model["error"] is not None:
-                raise error_from_wire(model["error"])
+        raise_if_down(reply["models"])
 
     def close(self) -> None:
         """Close the connection; requests of this client that are not detached are aborted."""
@@ -161,6 +159,6 @@ class OmniClient:
                 except RequestTimeoutError:
                     handle.fail(RequestTimeoutError(f"not finished within {timeout_s:g} s"))
                     handle.abort()
-        except BaseException:
+        except BaseException:  # whatever it is: clean up, then pass it on
             self.abort([handle.request_id for handle in handles if not handle.done])
             raise

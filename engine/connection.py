@@ -88,7 +88,7 @@ class Connection:
                 value=self.endpoint,
                 hint="Start one with `omni-engine serve`, or name its endpoint.",
             ) from None
-        except BaseException:
+        except BaseException:  # whatever it is: clean up, then pass it on
             self.close()
             raise
 
@@ -322,6 +322,17 @@ class Connection:
             future.set_exception(error)
         for handle in handles.values():
             handle.fail(error)
+
+
+def raise_if_down(models: Sequence[dict[str, Any]]) -> None:
+    """Raise the error of the first model that has no worker left.
+
+    Args:
+        models: as in the engine's ``welcome`` and ``ready``.
+    """
+    for model in models:
+        if model["state"] == "down" and model["error"] is not None:
+            raise error_from_wire(model["error"])
 
 
 def _connected_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:

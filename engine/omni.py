@@ -58,7 +58,7 @@ class Omni:
         try:
             self.client = OmniClient(self._engine.endpoint, connect_timeout_s=30)
             self.client.wait_until_ready(startup_timeout_s)
-        except BaseException:
+        except BaseException:  # whatever it is: clean up, then pass it on
             self.close()
             raise
 
@@ -158,7 +158,7 @@ class AsyncOmni:
                 self._engine.endpoint, connect_timeout_s=30
             ).connect()
             await self._client.wait_until_ready(self._startup_timeout_s)
-        except BaseException:
+        except BaseException:  # whatever it is: clean up, then pass it on
             await self.close()
             raise
         return self

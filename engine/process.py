@@ -45,7 +45,7 @@ class EngineProcess:
         try:
             pipes.write_message(self._stdin.fileno(), config.model_dump(mode="json"))
             self.endpoint = self._await_start()
-        except BaseException:
+        except BaseException:  # whatever it is: clean up, then pass it on
             self.close()
             raise
 

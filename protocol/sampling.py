@@ -203,3 +203,5 @@ OmniDiffusionSamplingParams.__init__ = _checked_init  # type: ignore[method-assi
 
 SAMPLING_FIELD_ORDER = tuple(f.name for f in dataclasses.fields(OmniDiffusionSamplingParams))
 SAMPLING_FIELDS = frozenset(SAMPLING_FIELD_ORDER)
+ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
+"""Sampling fields that the engine serves for every pipeline."""

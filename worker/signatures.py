@@ -6,11 +6,8 @@ import inspect
 from typing import Any
 
 from omni_engine.protocol.plans import PipelineCapabilities
-from omni_engine.protocol.sampling import SAMPLING_FIELDS
+from omni_engine.protocol.sampling import ENGINE_FIELDS, SAMPLING_FIELDS
 from omni_engine.worker.fusion_report import FusionReport
-
-_ENGINE_FIELDS = frozenset({"seed", "num_outputs_per_prompt", "output_type", "extra_args"})
-"""Sampling fields that the engine serves for every pipeline."""
 
 _SET_BY_ENGINE = frozenset(
     {
@@ -49,7 +46,7 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
         batching: whether requests share forwards.
     """
     parameters = inspect.signature(type(pipe).__call__).parameters
-    fields = (SAMPLING_FIELDS & set(parameters)) | _ENGINE_FIELDS
+    fields = (SAMPLING_FIELDS & set(parameters)) | ENGINE_FIELDS
     if hasattr(pipe, "load_lora_weights"):
         fields |= {"lora_request"}
     if _ignores_guidance_scale(pipe, fields):
@@ -106,7 +103,7 @@ def _defaults(pipe: Any, parameters: Any, fields: frozenset[str] | set[str]) -> 
     """Return the pipeline's own defaults of the sampling fields it takes."""
     found = {
         name: parameters[name].default
-        for name in (fields & set(parameters)) - _ENGINE_FIELDS
+        for name in (fields & set(parameters)) - ENGINE_FIELDS
         if isinstance(parameters[name].default, int | float | str)
     }
     if {"height", "width"} <= fields and not {"height", "width"} <= set(found):
