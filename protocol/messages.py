@@ -31,10 +31,11 @@ HELLO, SUBMIT, ABORT, STATUS, WAIT_READY, PING, BYE = (
     "ping",
     "bye",
 )
-WELCOME, ACCEPTED, EVENT, OUTPUT, READY, PONG, ERROR = (
+WELCOME, ACCEPTED, EVENT, PROGRESS, OUTPUT, READY, PONG, ERROR = (
     "welcome",
     "accepted",
     "event",
+    "progress",
     "output",
     "ready",
     "pong",

@@ -7,15 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import SAMPLING_FIELDS
 
-BATCH_PLAN, ABORT, STOP = "batch_plan", "abort", "stop"
+BATCH_PLAN, STEP_PLAN, ABORT, STOP = "batch_plan", "step_plan", "abort", "stop"
 """Engine to worker."""
 
-READY, OUTPUTS, HEARTBEAT, FAULT = "ready", "outputs", "heartbeat", "fault"
+READY, OUTPUTS, STEP_STATES, HEARTBEAT, FAULT = (
+    "ready",
+    "outputs",
+    "step_states",
+    "heartbeat",
+    "fault",
+)
 """Worker to engine."""
 
 
@@ -131,6 +140,116 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Ticks for one group of resident requests on one worker, and the requests that join it.
+
+    A worker runs its plans in order. The new requests of a plan join as soon as the group is
+    running, even while an earlier plan for the same group still has ticks left: the engine may
+    send newcomers at any time, with ``ticks=0`` if the group has ticks planned already.
+
+    Args:
+        plan_id: counts a scheduler's plans.
+        group_id: the resident group; a worker keeps a group until its last request has ended.
+        requests: those that join, in full.
+        activation: the adapter the whole group runs under.
+        ticks: how many denoiser forwards per request to run at most; 0: only join.
+    """
+
+    plan_id: int
+    group_id: int
+    requests: tuple[DiffusionRequest, ...]
+    activation: AdapterActivation | None = None
+    ticks: int = 1
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a message for ``codec.encode``."""
+        return {
+            "type": STEP_PLAN,
+            "plan_id": self.plan_id,
+            "group_id": self.group_id,
+            "requests": [request.to_wire() for request in self.requests],
+            "activation": None if self.activation is None else self.activation.to_wire(),
+            "ticks": self.ticks,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> StepPlan:
+        """Rebuild from a decoded message."""
+        activation = wire["activation"]
+        return cls(
+            plan_id=wire["plan_id"],
+            group_id=wire["group_id"],
+            requests=tuple(DiffusionRequest.from_wire(request) for request in wire["requests"]),
+            activation=None if activation is None else AdapterActivation.from_wire(activation),
+            ticks=wire["ticks"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """How far a running request is.
+
+    Args:
+        request_id: the request.
+        step_index: scheduler steps done, of its slowest picture.
+        num_steps: scheduler steps in all; 0 while that is not known.
+    """
+
+    request_id: str
+    step_index: int
+    num_steps: int
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one tick came to; in request mode, progress of a running batch.
+
+    Args:
+        plan_id: the plan that runs.
+        states: of the requests whose state changed.
+        outputs: of the requests that ended in this tick.
+        previews: uint8 arrays of shape (height, width, 3) by request id.
+        ticks: ticks run since the last report: 0 or 1.
+        tick_ms: milliseconds they took.
+        plan_done: whether the plan's ticks are over.
+    """
+
+    plan_id: int
+    states: list[StepState] = field(default_factory=list)
+    outputs: list[DiffusionOutput] = field(default_factory=list)
+    previews: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    ticks: int = 0
+    tick_ms: float = 0.0
+    plan_done: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a message for ``codec.encode``; an unusable output becomes its own error."""
+        return {
+            "type": STEP_STATES,
+            "plan_id": self.plan_id,
+            "states": [[s.request_id, s.step_index, s.num_steps] for s in self.states],
+            "outputs": [_output_to_wire(output) for output in self.outputs],
+            "previews": self.previews,
+            "ticks": self.ticks,
+            "tick_ms": self.tick_ms,
+            "plan_done": self.plan_done,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> StepReport:
+        """Rebuild from a decoded message."""
+        return cls(
+            plan_id=wire["plan_id"],
+            states=[StepState(*state) for state in wire["states"]],
+            outputs=[DiffusionOutput.from_wire(output) for output in wire["outputs"]],
+            previews=wire["previews"],
+            ticks=wire["ticks"],
+            tick_ms=wire["tick_ms"],
+            plan_done=wire["plan_done"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineCapabilities:
     """What a loaded pipeline can do; all that admission and the compatibility key need to know.
 
@@ -148,6 +267,8 @@ class PipelineCapabilities:
         size_multiple: height and width must be multiples of this many pixels.
         supports_lora: whether adapters can be loaded.
         makes_video: whether the result is frames instead of images.
+        samplers: names that a request's ``sampler`` may have.
+        exclusive: whether a request must have the pipeline for itself from start to end.
     """
 
     pipeline: str
@@ -163,6 +284,8 @@ class PipelineCapabilities:
     size_multiple: int = 1
     supports_lora: bool = False
     makes_video: bool = False
+    samplers: frozenset[str] = frozenset()
+    exclusive: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Return a msgpack-able dict."""

@@ -20,8 +20,17 @@ MAX_REQUEST_ID_CHARS = 200
 PROMPT_FIELDS = frozenset({"prompt", "negative_prompt", "multi_modal_data"})
 INPUT_NAMES = frozenset({"image", "mask_image", "control_image"})
 REQUEST_FIELDS = frozenset(
-    {"request_id", "model", "prompt", "multi_modal_data", "sampling_params", "detached"}
+    {
+        "request_id",
+        "model",
+        "prompt",
+        "multi_modal_data",
+        "sampling_params",
+        "detached",
+        "preview_every",
+    }
 )
+_STEPS = fields.integer(1, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class DiffusionRequest:
         sampling_params: see ``OmniDiffusionSamplingParams``.
         model: a served model's name; None picks the engine's first.
         detached: keep running when the client goes away.
+        preview_every: send a small preview picture every so many steps, >= 1; None sends none.
     """
 
     request_id: str
@@ -44,6 +54,7 @@ class DiffusionRequest:
     multi_modal_data: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
     detached: bool = False
+    preview_every: int | None = None
 
     @property
     def seed(self) -> int:
@@ -66,6 +77,7 @@ class DiffusionRequest:
             "multi_modal_data": self.multi_modal_data,
             "sampling_params": self.sampling_params.to_wire(),
             "detached": self.detached,
+            "preview_every": self.preview_every,
         }
 
     @classmethod
@@ -91,6 +103,7 @@ class DiffusionRequest:
             model=wire.get("model"),
             detached=False if detached is None else detached,
             multi_modal_data=wire.get("multi_modal_data"),
+            preview_every=wire.get("preview_every"),
         )
 
 
@@ -107,6 +120,7 @@ def build_request(
     model: object = None,
     detached: object = False,
     multi_modal_data: object = None,
+    preview_every: object = None,
 ) -> DiffusionRequest:
     """Build a checked request from what a user passes as a prompt.
 
@@ -118,6 +132,7 @@ def build_request(
         model: a served model's name, or None.
         detached: keep running when the client goes away.
         multi_modal_data: input pictures by name; see ``DiffusionRequest``.
+        preview_every: steps between preview pictures, or None.
 
     Raises:
         InvalidRequestError: naming the offending field.
@@ -143,6 +158,9 @@ def build_request(
         multi_modal_data=_checked_inputs({} if multi_modal_data is None else multi_modal_data),
         model=None if model is None else fields.text(MAX_NAME_CHARS).apply("model", model),
         detached=detached,
+        preview_every=None
+        if preview_every is None
+        else _STEPS.apply("preview_every", preview_every),
     )
 
 

@@ -138,6 +138,7 @@ class SamplingDefaults(_Model):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     num_outputs_per_prompt: Count | None = None
     strength: Annotated[float, Field(ge=0, le=1)] | None = None
+    sampler: Name | None = None
     sigmas: Annotated[tuple[NotNegative, ...], Field(strict=False, min_length=1)] | None = None
     eta: NotNegative | None = None
     max_sequence_length: Count | None = None
@@ -184,6 +185,12 @@ class EngineArgs(_Model):
     scheduling_policy: Literal["grouped", "fifo"] = "grouped"
     max_skip_ms: Milliseconds = 1000.0
     step_execution: bool = False
+    step_quantum: Count = 4
+    max_resident_groups: Count = 4
+    max_stall_ms: Milliseconds = 100.0
+    prompt_cache_size: Annotated[int, Field(ge=0)] = 256
+    deterministic: bool = False
+    cache_backend: Name | None = None
     lora_modules: Annotated[tuple[LoRAModule, ...], Field(strict=False)] = ()
     default_lora: DefaultLoRA | None = None
     max_loras: Count = 8

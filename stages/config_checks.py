@@ -180,10 +180,26 @@ def _limit(data: Any, name: str) -> int:
 def _useless_findings(args: Any, runtime: Any, at: Loc) -> Iterator[Finding]:
     """Yield what can't take effect: it is refused, not ignored."""
     inside, model, devices = (*at, "engine_args"), dig(args, "model"), dig(runtime, "devices")
-    if dig(args, "step_execution") is True:
-        message = "step execution is not available in this version"
-        hint = "leave it false; requests still share forwards in request mode"
-        yield Finding((*inside, "step_execution"), message, hint, unsupported=True)
+    stepped = dig(args, "step_execution") is True
+    if dig(args, "cache_backend") is not None:
+        message = (
+            "step caches keep state in the shared model, so requests that are stepped together "
+            "would read each other's"
+            if stepped
+            else "step caches are not available in this version"
+        )
+        yield Finding((*inside, "cache_backend"), message, "leave it out", unsupported=True)
+    if stepped and dig(args, "request_batch_max_wait_ms"):
+        message = "request_batch_max_wait_ms has no effect with step_execution"
+        hint = "leave it out: requests join a running batch at its next step"
+        yield Finding((*inside, "request_batch_max_wait_ms"), message, hint, unsupported=True)
+    for name in ("step_quantum", "max_resident_groups", "max_stall_ms"):
+        if not stepped and dig(args, name) not in (
+            None,
+            schema.EngineArgs.model_fields[name].default,
+        ):
+            message = f"{name} has no effect without step_execution"
+            yield Finding((*inside, name), message, "set step_execution: true", unsupported=True)
     if isinstance(model, str) and model.endswith((".yaml", ".yml")):
         hint = "use --config FILE on the command line, config=FILE in Python"
         yield Finding((*inside, "model"), f"{model} is a deploy file, not a model", hint)

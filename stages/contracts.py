@@ -1,15 +1,16 @@
-"""The request-batch contract between the worker and a pipeline, checked from the class.
+"""The two contracts between the worker and a pipeline, checked from the class.
 
 A hand-written pipeline is a class named by ``pipeline: "module:Class"`` that has ``load`` and
-``forward``; it need not inherit from anything. Every other diffusers pipeline gets this contract
-from the worker's adapter. This module never imports torch.
+either ``forward`` (whole request batches) or the four methods of the stepwise contract, or both; it
+need not inherit from anything. Every diffusers pipeline gets both contracts from the worker's
+adapter. This module never imports torch.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from omni_engine.protocol.errors import PipelineContractError
@@ -17,7 +18,7 @@ from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
-REQUEST_METHODS = ("load", "forward")
+STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +94,135 @@ class RequestPipeline(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class StepRequestState:
+    """One picture of one request between ``prepare_encode`` and ``post_decode``.
+
+    A request with ``num_outputs_per_prompt = n`` has n states, one per picture. The pipeline owns
+    every field but the first two; the worker reads ``num_steps``, ``step_index``, ``latents`` and
+    ``timesteps``.
+
+    Attributes:
+        request: the request, with every default filled in.
+        row: which of its pictures, from 0.
+        num_steps: scheduler steps in all; set by ``prepare_encode``.
+        step_index: scheduler steps done; advanced by ``step_scheduler``.
+        latents: a tensor of shape (1, ...), on the pipeline's device.
+        timesteps: a tensor of shape (num_steps,).
+        scheduler: this picture's own scheduler.
+        extra: whatever else the pipeline keeps: embeddings, guidance, a generator.
+    """
+
+    request: DiffusionRequest
+    row: int = 0
+    num_steps: int = 0
+    step_index: int = 0
+    latents: Any = None
+    timesteps: Any = None
+    scheduler: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def seed(self) -> int:
+        """Picture i uses the request's seed + i."""
+        return self.request.seed + self.row
+
+    @property
+    def denoised(self) -> bool:
+        """Whether only ``post_decode`` is left."""
+        return self.step_index >= self.num_steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What ``denoise_step`` works on: the rows of one forward, in the order of the states.
+
+    Attributes:
+        latents: the states' latents concatenated, of shape (len(states), ...); None if the states
+            keep none.
+        timesteps: the states' current timesteps, of shape (len(states),); None likewise.
+    """
+
+    latents: Any = None
+    timesteps: Any = None
+
+
+class StepPipeline(Protocol):
+    """A pipeline that is stepped: one denoiser forward for all running pictures at a time.
+
+    The class attribute ``supports_step_execution = True`` declares it; any other field of
+    ``PipelineCapabilities`` may be declared under its own name. States that share a call have
+    equal keys (size, frames, adapter, and what the pipeline doesn't declare per-request), but may
+    be at different steps of different totals.
+    """
+
+    @classmethod
+    def load(cls, context: LoadContext) -> StepPipeline:
+        """Load the weights."""
+        ...
+
+    def prepare_encode(self, state: StepRequestState) -> None:
+        """Encode the prompt and set up latents, timesteps and scheduler for one picture.
+
+        All randomness must come from ``state.seed``.
+        """
+        ...
+
+    def denoise_step(self, batch: StepBatch, states: Sequence[StepRequestState]) -> Any:
+        """Run the denoiser once for all states.
+
+        Returns:
+            A tensor of shape (len(states), ...) or a sequence with one entry per state.
+        """
+        ...
+
+    def step_scheduler(self, state: StepRequestState, noise_pred: Any) -> None:
+        """Take one scheduler step: update ``state.latents`` and advance ``state.step_index``.
+
+        ``noise_pred`` is the state's part of ``denoise_step``'s result, of shape (1, ...).
+        """
+        ...
+
+    def post_decode(self, state: StepRequestState) -> Any:
+        """Return the finished picture.
+
+        Returns:
+            A uint8 array of shape (height, width, 3), or (frames, height, width, 3) for a video;
+            floats in [0, 1] are converted. With ``output_type="latent"``: a tensor.
+        """
+        ...
+
+
 def missing_methods(cls: type[Any], names: Sequence[str]) -> tuple[str, ...]:
     """Return the names in ``names`` that the class doesn't define as callables."""
     return tuple(name for name in names if not callable(getattr(cls, name, None)))
 
 
-def check_request_contract(cls: type[Any]) -> None:
+def check_contract(cls: type[Any], *, step_execution: bool) -> None:
     """Check a hand-written pipeline class before any weights are loaded.
+
+    Args:
+        cls: the class.
+        step_execution: whether the stage is to step it.
 
     Raises:
         PipelineContractError: naming what is missing and the way out.
     """
-    if missing := missing_methods(cls, REQUEST_METHODS):
+    where = f"{cls.__module__}:{cls.__qualname__}"
+    declares_steps = getattr(cls, "supports_step_execution", False)
+    if missing := missing_methods(cls, ("load",) if declares_steps else ("load", "forward")):
         raise PipelineContractError(
-            f"pipeline class {cls.__module__}:{cls.__qualname__} lacks {', '.join(missing)}",
+            f"pipeline class {where} lacks {', '.join(missing)}",
             field="pipeline",
             value=cls.__qualname__,
-            expected="a diffusers pipeline class, or a class with load(context) and forward(batch)",
-            hint="See the request-batch contract in docs/pipelines.md.",
+            expected="a diffusers pipeline class, a class with load(context) and forward(batch), "
+            f"or one with load, supports_step_execution = True and {', '.join(STEP_METHODS)}",
+            hint="See the contracts in docs/pipelines.md.",
         )
     if not isinstance(inspect.getattr_static(cls, "load"), classmethod):
         raise PipelineContractError(
@@ -119,13 +231,31 @@ def check_request_contract(cls: type[Any]) -> None:
             value=cls.__qualname__,
             expected="@classmethod def load(cls, context)",
         )
-    flag = getattr(cls, "supports_request_batch", False)
-    if not isinstance(flag, bool):
+    for name in ("supports_request_batch", "supports_step_execution"):
+        if not isinstance(flag := getattr(cls, name, False), bool):
+            raise PipelineContractError(
+                f"{cls.__qualname__}.{name} must be a bool",
+                field="pipeline",
+                value=repr(flag),
+                expected="True or False",
+            )
+    missing_steps = missing_methods(cls, STEP_METHODS)
+    if (step_execution or declares_steps) and missing_steps:
         raise PipelineContractError(
-            f"{cls.__qualname__}.supports_request_batch must be a bool",
-            field="pipeline",
-            value=repr(flag),
-            expected="True or False",
+            f"pipeline class {where} can't be stepped: it lacks {', '.join(missing_steps)}",
+            field="step_execution" if step_execution else "supports_step_execution",
+            value=cls.__qualname__,
+            expected=f"a class with {', '.join(STEP_METHODS)}",
+            hint="Add them (see the stepwise contract in docs/pipelines.md), or leave "
+            + ("step_execution false." if step_execution else "supports_step_execution out."),
+        )
+    if step_execution and not declares_steps:
+        raise PipelineContractError(
+            f"pipeline class {where} does not declare that it can be stepped",
+            field="step_execution",
+            value=cls.__qualname__,
+            expected="supports_step_execution = True on the class",
+            hint="Declare it, or leave step_execution false.",
         )
 
 

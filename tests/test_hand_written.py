@@ -15,7 +15,7 @@ from omni_engine.engine.devices import available_devices, worker_device
 from omni_engine.engine.endpoints import EndpointLock
 from omni_engine.protocol.errors import ConfigError, PipelineContractError
 from omni_engine.protocol.requests import build_request
-from omni_engine.stages.contracts import check_request_contract, check_results
+from omni_engine.stages.contracts import check_contract, check_results
 from omni_engine.worker.declared import declared_capabilities
 
 OPTIONS: dict[str, Any] = {"lora_modules": [], "default_sampling_params": {}, "max_num_seqs": 4}
@@ -55,12 +55,12 @@ class OddFlag(PatternPipeline):
 )  # fmt: skip
 def test_contract_is_checked_from_the_class(cls: type[Any], message: str) -> None:
     with pytest.raises(PipelineContractError, match=message):
-        check_request_contract(cls)
+        check_contract(cls, step_execution=False)
 
 
 def test_a_complete_class_passes() -> None:
-    check_request_contract(PatternPipeline)
-    check_request_contract(SerialPipeline)
+    check_contract(PatternPipeline, step_execution=False)
+    check_contract(SerialPipeline, step_execution=False)
 
 
 @pytest.mark.parametrize(

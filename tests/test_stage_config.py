@@ -301,7 +301,15 @@ def test_an_alias_repeats_its_value(write: Write) -> None:
 @pytest.mark.parametrize(
     ("engine_args", "runtime", "path"),
     [
-        ("step_execution: true", "", "engine_args.step_execution"),
+        (
+            "step_execution: true\nrequest_batch_max_wait_ms: 5",
+            "",
+            "engine_args.request_batch_max_wait_ms",
+        ),
+        ("step_execution: true\ncache_backend: cache_dit", "", "engine_args.cache_backend"),
+        ("cache_backend: cache_dit", "", "engine_args.cache_backend"),
+        ("step_quantum: 8", "", "engine_args.step_quantum"),
+        ("max_stall_ms: 5", "", "engine_args.max_stall_ms"),
         ("scheduling_policy: fifo\nmax_skip_ms: 5", "", "engine_args.max_skip_ms"),
         ("revision: main", "", "engine_args.revision"),
         ("", 'devices: "0"\nthreads: 2', "runtime.threads"),
@@ -316,12 +324,14 @@ def test_what_cannot_take_effect_is_refused(
     assert f"stage_args[0].{path}" in str(caught.value)
 
 
-def test_step_execution_says_what_remains() -> None:
+def test_step_caches_with_step_execution_are_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedOptionError) as caught:
-        load_settings(overrides={"step_execution": True}, origin="constructor")
+        load_settings(
+            overrides={"step_execution": True, "cache_backend": "cache_dit"}, origin="constructor"
+        )
     assert str(caught.value) == (
-        "step_execution: step execution is not available in this version; "
-        "leave it false; requests still share forwards in request mode"
+        "cache_backend: step caches keep state in the shared model, so requests that are stepped "
+        "together would read each other's; leave it out"
     )
 
 

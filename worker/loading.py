@@ -16,7 +16,7 @@ import torch
 
 from omni_engine.protocol.errors import ModelLoadError, PipelineContractError, nearest
 from omni_engine.protocol.plans import WorkerSpec
-from omni_engine.stages.contracts import LoadContext, check_request_contract
+from omni_engine.stages.contracts import LoadContext, check_contract
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def load_pipeline(spec: WorkerSpec) -> Any:
     cls = find_pipeline_class(spec)
     dtype = resolve_dtype(arguments["dtype"], spec.device)
     if not issubclass(cls, diffusers.DiffusionPipeline):
-        check_request_contract(cls)
+        check_contract(cls, step_execution=arguments["step_execution"])
         context = LoadContext(
             spec.model, spec.device, dtype, arguments["revision"], arguments["variant"]
         )
