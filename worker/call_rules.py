@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     """Has rows, but the model reads only the first: must be equal between requests."""
     STATE = "state"
     """An object that belongs to one request, merged tensor by tensor where its class is known."""
+    OPAQUE = "opaque"
+    """It is not known how it combines: the call runs alone, as it is."""
 
 
 RULES: Mapping[str, Mapping[str, Kind]] = {

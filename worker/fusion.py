@@ -6,9 +6,8 @@ shared arguments and hands each request its rows of the output.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,16 @@ from omni_engine.worker.call_rules import (
     count_rows,
     infer_kind,
 )
+from omni_engine.worker.joining import (
+    CannotSplitError as CannotSplitError,
+    items_of,
+    join,
+    split,
+    split_state,
+    tensors_in,
+)
 from omni_engine.worker.process_state import TorchModes
 from omni_engine.worker.value_digest import DigestCache
-
-
-class CannotSplitError(TypeError):
-    """An output of a fused forward has no rows to hand out."""
 
 
 @dataclass(slots=True)
@@ -100,16 +103,30 @@ class CallReader:
 
 
 class Fusion:
-    """Groups, fuses and splits calls."""
+    """Groups, fuses and splits calls.
 
-    def __init__(self) -> None:
+    Args:
+        pad_calls_to: joins every forward's calls with copies of the first up to this number, and
+            shares forwards only between calls of equal shapes: a call's result then doesn't depend
+            by a bit on the calls it shared a forward with. None: no padding.
+
+    Raises:
+        ValueError: if ``pad_calls_to`` is less than 1.
+    """
+
+    def __init__(self, pad_calls_to: int | None = None) -> None:
+        if pad_calls_to is not None and pad_calls_to < 1:
+            raise ValueError(f"pad_calls_to must be at least 1, not {pad_calls_to}")
+        self.pad_calls_to = pad_calls_to
         self._digests = DigestCache()
+        self._written: set[Hashable] = set()
 
     def key(self, call: Call) -> Hashable:
         """Return what must be equal for two calls to share a forward."""
-        if not call.shareable:
+        if not call.shareable or Kind.OPAQUE in call.kinds.values():
             return ("alone", id(call))
-        padded = PADDED.get(type(call.module).__name__, {})
+        exact = self.pad_calls_to is not None
+        padded = {} if exact else PADDED.get(type(call.module).__name__, {})
         apart = set(padded) | set(padded.values())
         shared = tuple(
             (name, self._form(value, call.kinds[name], call.rows))
@@ -121,16 +138,27 @@ class Fusion:
             for name in padded
             if name in call.arguments
         )
-        return (id(call.module), call.modes, shared, tokens)
+        return (id(call.module), call.modes, call.rows if exact else None, shared, tokens)
 
     def fuse(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """Return the arguments of one forward for all calls; they must have equal keys."""
-        _pad_tokens(calls)
-        if len(calls) == 1:
+        """Return the arguments of one forward for all calls; they must have equal keys.
+
+        Raises:
+            ValueError: if there are more than ``pad_calls_to``.
+        """
+        if self.pad_calls_to is None:
+            _pad_tokens(calls)
+        members = self._members(calls)
+        if not self._pads(calls[0]) and len(calls) == 1:
             return calls[0].arguments
-        sizes = [call.rows for call in calls]
+        sizes = [call.rows for call in members]
         return {
-            name: _join([call.arguments[name] for call in calls], kind, sizes)
+            name: join(
+                [call.arguments[name] for call in members],
+                kind,
+                sizes,
+                always=self.pad_calls_to is not None,
+            )
             for name, kind in calls[0].kinds.items()
         }
 
@@ -138,14 +166,33 @@ class Fusion:
         """Return each call's part of the output of a forward with ``fuse``'s arguments.
 
         Raises:
-            CannotSplitError: if a part of the output has no rows.
+            CannotSplitError: if a part of the output has no rows, or the forward wrote to an object
+                of a class that isn't known.
         """
-        if len(calls) == 1:
+        if not self._pads(calls[0]) and len(calls) == 1:
             return [output]
-        sizes = [call.rows for call in calls]
-        _write_states_back(calls, fused, sizes)
+        sizes = [call.rows for call in self._members(calls)]
+        self._write_states_back(calls, fused, sizes)
         lists = any(kind is Kind.ROW_LIST for kind in calls[0].kinds.values())
-        return _split(output, sizes, lists)
+        return split(output, sizes, lists=lists)[: len(calls)]
+
+    def _pads(self, call: Call) -> bool:
+        """Whether a call is filled up with copies; one with objects that don't join is not."""
+        if self.pad_calls_to is None or not call.shareable:
+            return False
+        return not any(
+            kind is Kind.OPAQUE
+            or (kind is Kind.STATE and _is_opaque(self._state_form(call.arguments[name])))
+            for name, kind in call.kinds.items()
+        )
+
+    def _members(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls and the copies that fill them up."""
+        if self.pad_calls_to is None or not self._pads(calls[0]):
+            return list(calls)
+        if len(calls) > self.pad_calls_to:
+            raise ValueError(f"{len(calls)} calls don't fit into {self.pad_calls_to}")
+        return [*calls, *[calls[0]] * (self.pad_calls_to - len(calls))]
 
     def _form(self, value: Any, kind: Kind, rows: int) -> Hashable:
         if value is None:
@@ -158,7 +205,9 @@ class Fusion:
             case Kind.EXPAND:
                 return ("scalar", value.dtype)
             case Kind.ROW_LIST:
-                return "row list"
+                if self.pad_calls_to is None:
+                    return "row list"
+                return tuple((tuple(item.shape), item.dtype) for item in value)
             case Kind.SAME:
                 return self._digests.digest(value)
             case Kind.SAME_ROWS:
@@ -169,84 +218,42 @@ class Fusion:
             case Kind.EACH:
                 return tuple(
                     (name, self._form(item, infer_kind(item, rows), rows))
-                    for name, item in _items(value)
+                    for name, item in items_of(value)
                 )
-            case Kind.STATE:
-                return _state_form(value)
+            case Kind.STATE | Kind.OPAQUE:
+                return self._state_form(value)
+
+    def _state_form(self, value: Any) -> Hashable:
+        if value is None:
+            return None
+        tensors = list(tensors_in(value))
+        if type(value).__name__ in MERGEABLE_STATES:
+            return ("state", tuple((path, tuple(t.shape[1:])) for path, t in tensors))
+        form = ("empty", type(value), self._digests.fields(value))
+        # With padding it would be too late to find out that the forward writes to it.
+        alone = self.pad_calls_to is not None or form in self._written
+        return ("object", id(value)) if alone or tensors else form
+
+    def _write_states_back(
+        self, calls: Sequence[Call], fused: Mapping[str, Any], sizes: list[int]
+    ) -> None:
+        """Give each request its part of a state object that the forward wrote to."""
+        for name, kind in calls[0].kinds.items():
+            if kind is not Kind.STATE or fused[name] is None:
+                continue
+            if type(fused[name]).__name__ in MERGEABLE_STATES:
+                for call, part in zip(calls, split_state(fused[name], sizes), strict=False):
+                    vars(call.arguments[name]).update(vars(part))
+            elif self._was_written(calls[0].arguments[name], fused[name]):
+                self._written.add(self._state_form(calls[0].arguments[name]))
+                raise CannotSplitError(f"{name} was written to by a shared forward")
+
+    def _was_written(self, before: Any, after: Any) -> bool:
+        return before is not after and self._state_form(before) != self._state_form(after)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    return sorted(value.items()) if isinstance(value, dict) else list(enumerate(value))
-
-
-def _state_form(value: Any) -> Hashable:
-    tensors = list(_tensors(value))
-    if type(value).__name__ in MERGEABLE_STATES:
-        return ("state", tuple((path, tuple(t.shape[1:])) for path, t in tensors))
-    if not tensors and not isinstance(value, torch.Tensor):
-        return ("empty", type(value))
-    return ("object", id(value))
-
-
-def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the tensors inside an object with where they are."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index))
-    elif isinstance(value, dict) or hasattr(value, "__dict__"):
-        for name, item in (value if isinstance(value, dict) else vars(value)).items():
-            yield from _tensors(item, (*path, name))
-
-
-def _merge(values: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """Return an object shaped like the first, each tensor joined with its counterparts."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return join(list(values))
-    if isinstance(first, list | tuple):
-        return type(first)(_merge([v[i] for v in values], join) for i in range(len(first)))
-    if isinstance(first, dict):
-        return {name: _merge([v[name] for v in values], join) for name in first}
-    if hasattr(first, "__dict__"):
-        merged = copy.copy(first)
-        merged.__dict__ = {n: _merge([vars(v)[n] for v in values], join) for n in vars(first)}
-        return merged
-    return first
-
-
-def _join(values: list[Any], kind: Kind, sizes: list[int]) -> Any:
-    first = values[0]
-    if first is None:
-        return None
-    match kind:
-        case Kind.ROWS | Kind.SAME_ROWS:
-            return torch.cat(values)
-        case Kind.ROWS_1:
-            return torch.cat(values, 1)
-        case Kind.EXPAND:
-            if first.ndim == 0 and all(value is first for value in values):
-                return first
-            rows = zip(values, sizes, strict=True)
-            return torch.cat([value.reshape(1).expand(n) for value, n in rows])
-        case Kind.ROW_LIST | Kind.SAME_LIST:
-            return [item for value in values for item in value]
-        case Kind.SAME:
-            return first
-        case Kind.EACH:
-            return _join_each(values, sizes)
-        case Kind.STATE:
-            return first if all(v is first for v in values) else _merge(values, torch.cat)
-
-
-def _join_each(values: list[Any], sizes: list[int]) -> Any:
-    first = values[0]
-    joined = {
-        name: _join([value[name] for value in values], infer_kind(item, sizes[0]), sizes)
-        for name, item in _items(first)
-    }
-    return joined if isinstance(first, dict) else type(first)(joined.values())
+def _is_opaque(form: Hashable) -> bool:
+    return isinstance(form, tuple) and form[0] == "object"
 
 
 def _pad_tokens(calls: Sequence[Call]) -> None:
@@ -270,41 +277,3 @@ def _pad_call(call: Call, tokens: str, mask: str, length: int) -> None:
     call.arguments[tokens] = torch.nn.functional.pad(states, (0, 0, 0, missing))
     call.arguments[mask] = torch.nn.functional.pad(shown, (0, missing))
     call.kinds[mask] = Kind.ROWS
-
-
-def _write_states_back(calls: Sequence[Call], fused: Mapping[str, Any], sizes: list[int]) -> None:
-    """Give each request its part of a state object that the forward wrote to."""
-    for name, kind in calls[0].kinds.items():
-        if kind is Kind.STATE and type(fused[name]).__name__ in MERGEABLE_STATES:
-            for call, part in zip(calls, _split_state(fused[name], sizes), strict=True):
-                vars(call.arguments[name]).update(vars(part))
-
-
-def _split_state(state: Any, sizes: list[int]) -> list[Any]:
-    def part(index: int) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        return lambda tensors: torch.split(tensors[0], sizes)[index]
-
-    return [_merge([state], part(index)) for index in range(len(sizes))]
-
-
-def _split(output: Any, sizes: list[int], lists: bool) -> list[Any]:
-    total = sum(sizes)
-    if isinstance(output, torch.Tensor):
-        if not output.ndim or not output.shape[0] or output.shape[0] % total:
-            raise CannotSplitError(f"an output of shape {tuple(output.shape)} has no {total} rows")
-        return list(torch.split(output, [n * (output.shape[0] // total) for n in sizes]))
-    if output is None or isinstance(output, int | float | bool | str):
-        return [output] * len(sizes)
-    if isinstance(output, list) and lists and len(output) == total:
-        remaining = iter(output)
-        return [[next(remaining) for _ in range(n)] for n in sizes]
-    if isinstance(output, list | tuple):
-        parts = [_split(item, sizes, lists) for item in output]
-        return [type(output)(part[i] for part in parts) for i in range(len(sizes))]
-    if isinstance(output, dict):  # diffusers' output classes are dicts
-        parts_by_name = {name: _split(item, sizes, lists) for name, item in output.items()}
-        return [
-            type(output)(**{name: part[i] for name, part in parts_by_name.items()})
-            for i in range(len(sizes))
-        ]
-    return _split_state(output, sizes)

@@ -31,6 +31,20 @@ class DigestCache:
             return tuple((name, self.digest(value[name])) for name in sorted(value))
         return (type(value), value) if isinstance(value, _PLAIN) else ("object", id(value))
 
+    def fields(self, value: Any, within: tuple[int, ...] = ()) -> Hashable:
+        """Return the stand-in of an object's class and plain fields, its parts' included."""
+        if isinstance(value, _PLAIN):
+            return (type(value), value)
+        if id(value) in within:
+            return "itself"
+        inside = (*within, id(value))
+        if isinstance(value, list | tuple):
+            return (type(value), tuple(self.fields(item, inside) for item in value))
+        named = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        if isinstance(value, type) or callable(value):
+            named = {}
+        return (type(value), tuple((str(n), self.fields(v, inside)) for n, v in named.items()))
+
     def equal_rows(self, value: torch.Tensor) -> Hashable:
         """Return the stand-in of a tensor's one repeated row, or of the tensor if rows differ."""
         if value.shape[0] > 1 and not bool((value == value[:1]).all()):
