@@ -96,7 +96,12 @@ class Admission:
         rows = complete.num_outputs
         work = rows * (params.height or 1) * (params.width or 1) * (params.num_frames or 1)
         self._check_capacity(rows, work)
-        key = request_key(complete, self._capabilities, activation)
+        key = request_key(
+            complete,
+            self._capabilities,
+            activation,
+            step_execution=self._arguments.step_execution,
+        )
         return AdmittedRequest(complete, key, activation, rows, work)
 
     def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:

@@ -1,7 +1,8 @@
 """The compatibility key: requests with equal keys may share a forward; computed at admission.
 
 Everything that shapes the forward is in it, every ``extra_args`` entry included, unless the
-pipeline declares a field private to a request.
+pipeline declares a field private to a request. In step mode, how a request is stepped is private to
+it, too. The worker groups again by the tensors it sees: a wrong key costs speed only.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.tensors import TensorData
 
 _NEVER_IN_KEY = frozenset({"seed", "lora_request", "extra_args"})
+_PRIVATE_IN_STEP_MODE = frozenset(
+    {"num_inference_steps", "sigmas", "strength", "eta", "sampler", "num_outputs_per_prompt"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """What must be equal for two requests to share a request-mode batch.
+    """What must be equal for two requests to share a batch, or a resident group in step mode.
 
     Attributes:
         fields: sampling fields and extra arguments with their values, sorted by name.
@@ -47,11 +51,23 @@ def request_key(
     request: DiffusionRequest,
     capabilities: PipelineCapabilities,
     activation: AdapterActivation | None,
+    *,
+    step_execution: bool = False,
 ) -> RequestKey:
-    """Compute a request's key from its effective parameters (defaults filled in)."""
+    """Compute a request's key from its effective parameters (defaults filled in).
+
+    Args:
+        request: with every default filled in.
+        capabilities: what its pipeline declares private to a request.
+        activation: the adapter it runs under.
+        step_execution: whether it will be stepped among requests at other steps.
+    """
     params, private = request.sampling_params, capabilities.per_request
+    if step_execution:
+        private |= _PRIVATE_IN_STEP_MODE
     shared = {k: v for k, v in params.given().items() if k not in _NEVER_IN_KEY | private}
-    shared["negative_prompt?"] = params.negative_prompt is not None
+    if not (step_execution and "negative_prompt" in private):
+        shared["negative_prompt?"] = params.negative_prompt is not None
     extra = {f"extra_args.{k}": v for k, v in params.extra_args.items() if k not in private}
     return RequestKey(
         fields=tuple(sorted((name, frozen(value)) for name, value in {**shared, **extra}.items())),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from omni_engine.engine.admission import AdmittedRequest
 from omni_engine.engine.scheduler import RequestStatus
@@ -11,12 +14,22 @@ from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 
+PROGRESS_INTERVAL_S = 0.1
+"""Least time between two progress messages of a request that carry no news but the step."""
+
+Preview = npt.NDArray[np.uint8]
+
 
 class Listener(Protocol):
     """Where a request's life is reported to; one per request."""
 
     def on_status(self, request_id: str, status: RequestStatus) -> None:
         """The request began to wait or to run."""
+
+    def on_progress(
+        self, request_id: str, step: int, num_steps: int, preview: Preview | None
+    ) -> None:
+        """The request has done some of its steps."""
 
     def on_output(self, output: DiffusionOutput) -> None:
         """The request ended."""
@@ -32,7 +45,11 @@ class LiveRequest:
         arrival: seconds, monotonic.
         admitted: None while the stage still loads and can't judge it.
         started: seconds, monotonic; None while it waits.
-        answered: whether its final output has left; an aborted one stays until its batch ends.
+        answered: whether its final output has left; an aborted one stays until its worker ends it.
+        step_index: scheduler steps done.
+        num_steps: scheduler steps in all; 0 while that is not known.
+        told_step: the step that the listener heard of last; 0 before the first.
+        told_at: when that was: seconds, monotonic.
     """
 
     request: DiffusionRequest
@@ -41,6 +58,10 @@ class LiveRequest:
     admitted: AdmittedRequest | None = None
     started: float | None = None
     answered: bool = False
+    step_index: int = 0
+    num_steps: int = 0
+    told_step: int = 0
+    told_at: float = 0.0
 
     @property
     def request_id(self) -> str:
@@ -56,3 +77,29 @@ class LiveRequest:
     def failed(self, error: OmniError) -> DiffusionOutput:
         """Return the output that ends the request with an error."""
         return DiffusionOutput.failed(self.request_id, error, self.seed)
+
+    def advance(self, step_index: int, num_steps: int) -> None:
+        """Note how far the request is."""
+        self.step_index, self.num_steps = step_index, num_steps
+
+    def tell_progress(self, preview: Preview | None, now: float) -> None:
+        """Tell the listener how far the request is, unless it heard of a step just now.
+
+        The first and the last step and every preview are always told. What is told never goes
+        back, not even when a request is run again from its start.
+        """
+        step, news = self.step_index, self.step_index > self.told_step
+        if self.answered or not self.num_steps or not (news or preview is not None):
+            return
+        important = preview is not None or self.told_step == 0 or step >= self.num_steps
+        if important or now - self.told_at >= PROGRESS_INTERVAL_S:
+            self.told_step, self.told_at = max(step, self.told_step), now
+            self.listener.on_progress(self.request_id, self.told_step, self.num_steps, preview)
+
+    def describe(self) -> dict[str, Any]:
+        """Return how far the request is, for status."""
+        return {
+            "request_id": self.request_id,
+            "step_index": self.step_index,
+            "num_steps": self.num_steps,
+        }

@@ -126,8 +126,7 @@ class EngineServer:
         now = time.monotonic()
         for stage in self._stages.values():
             stage.check_workers(now)
-            if self._stopping_since is None:
-                stage.dispatch(now)
+            stage.dispatch(now)
         self._tell_states()
         self._desk.drop_silent(now)
         self._desk.answer_awaiting_ready()

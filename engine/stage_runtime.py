@@ -14,13 +14,10 @@ from typing import Any
 
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission
+from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.live_request import Listener, LiveRequest
-from omni_engine.engine.scheduler import (
-    Assignment,
-    RequestScheduler,
-    RequestStatus,
-    SchedulerConfig,
-)
+from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch
+from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
 from omni_engine.protocol import plans
 from omni_engine.protocol.errors import (
@@ -32,9 +29,9 @@ from omni_engine.protocol.errors import (
     error_from_wire,
 )
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities
+from omni_engine.protocol.plans import PipelineCapabilities, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
-from omni_engine.stages.config import EngineArgs, Limits, StageConfig
+from omni_engine.stages.config import Limits, StageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,6 @@ class StageRuntime:
         self.registry = AdapterRegistry(stage.engine_args)
         self._limits = limits
         self._send = send
-        self._scheduler = RequestScheduler(_scheduler_config(stage.engine_args))
         self._admission: Admission | None = None
         self.capabilities: PipelineCapabilities | None = None
         self._live: dict[str, LiveRequest] = {}
@@ -67,6 +63,8 @@ class StageRuntime:
         self.workers: dict[str, WorkerHandle] = {}
         self.counters: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
+        self._floor = Floor(self._live, self.workers, send, self._finish, self.batch_sizes)
+        self._dispatch = make_dispatch(stage.engine_args, None, self._floor)
 
     @property
     def state(self) -> str:
@@ -85,18 +83,23 @@ class StageRuntime:
 
     @property
     def busy(self) -> bool:
-        """Whether a batch runs."""
+        """Whether a request runs."""
         return any(worker.state is WorkerState.BUSY for worker in self.workers.values())
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not started, those submitted while loading included."""
-        return self._scheduler.num_waiting + len(self._parked)
+        return self._dispatch.scheduler.num_waiting + len(self._parked)
 
     @property
     def num_running(self) -> int:
-        """Requests in a batch."""
-        return self._scheduler.num_running
+        """Requests that a worker runs."""
+        return self._dispatch.scheduler.num_running
+
+    @property
+    def effective_max_num_seqs(self) -> int:
+        """What ``max_num_seqs`` comes to."""
+        return effective_max_num_seqs(self.stage.engine_args, self.capabilities)
 
     @property
     def error(self) -> OmniError | None:
@@ -139,8 +142,9 @@ class StageRuntime:
             self._answer(live, live.failed(error), now)
             if self._parked.pop(request_id, None) is not None:
                 del self._live[request_id]
-            elif self._scheduler.abort(request_id, now) is RequestStatus.RUNNING:
-                running.setdefault(self._worker_of(request_id), []).append(request_id)
+            elif self._dispatch.scheduler.abort(request_id, now) is RequestStatus.RUNNING:
+                worker_id = self._dispatch.worker_of(request_id)
+                running.setdefault(worker_id, []).append(request_id)
             else:
                 del self._live[request_id]
         for worker_id, ids in running.items():
@@ -152,14 +156,19 @@ class StageRuntime:
         self.abort(ids, now, reason)
 
     def on_worker_message(self, worker_id: str, message: dict[str, Any], now: float) -> None:
-        """Act on a message from one of this stage's workers."""
+        """Act on a message from one of this stage's workers; a dead one's last words are late."""
         worker = self.workers[worker_id]
+        if worker.state is WorkerState.DEAD:
+            return
         worker.last_seen = now
         match message["type"]:
             case plans.READY:
                 self._on_ready(worker, message, now)
             case plans.OUTPUTS:
-                self._on_outputs(worker, message, now)
+                outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
+                self._dispatch.on_outputs(worker, outputs, now)
+            case plans.STEP_STATES:
+                self._dispatch.on_report(worker, StepReport.from_wire(message), now)
             case plans.FAULT:
                 worker.error = error_from_wire(message["error"])
                 logger.error("worker %s: %s", worker_id, worker.error)
@@ -171,19 +180,19 @@ class StageRuntime:
         worker.kill()
 
     def dispatch(self, now: float) -> None:
-        """Give idle workers what the scheduler decides."""
-        idle = [w for w in self.workers.values() if w.state is WorkerState.IDLE]
-        if not idle or not self._scheduler.num_waiting:
-            return
-        idle.sort(key=lambda worker: worker.busy_s)
-        for assignment in self._scheduler.schedule([worker.slot for worker in idle], now):
-            self._start(assignment, now)
+        """Give workers what the scheduler decides."""
+        self._dispatch.dispatch(now)
 
     def next_deadline(self, now: float) -> float | None:
         """When ``dispatch`` may decide differently through time alone."""
-        if not any(worker.state is WorkerState.IDLE for worker in self.workers.values()):
-            return None
-        return self._scheduler.next_deadline(now)
+        return self._dispatch.next_deadline(now)
+
+    def describe_workers(self, now: float) -> list[dict[str, Any]]:
+        """Return the workers' states for status."""
+        return [
+            worker.describe(now) | self._dispatch.describe_worker(worker)
+            for worker in self.workers.values()
+        ]
 
     def check_workers(self, now: float) -> None:
         """Notice workers that ended, or take too long to load."""
@@ -205,7 +214,7 @@ class StageRuntime:
 
     def _admit(self, live: LiveRequest, admission: Admission, now: float) -> None:
         live.admitted = admitted = admission.admit(live.request)
-        self._scheduler.add(
+        self._dispatch.scheduler.add(
             live.request_id,
             key=admitted.key,
             adapter=admitted.key.adapter,
@@ -230,14 +239,8 @@ class StageRuntime:
             return
         worker.state = WorkerState.IDLE
         self._admission, self.capabilities = admission, capabilities
-        if not capabilities.supports_request_batch and self.stage.engine_args.max_num_seqs > 1:
-            logger.warning(
-                "stage %s: max_num_seqs = %d has no effect: %s",
-                self.name,
-                self.stage.engine_args.max_num_seqs,
-                capabilities.batching_note,
-            )
-            self._scheduler = RequestScheduler(_scheduler_config(self.stage.engine_args, 1))
+        self._dispatch = make_dispatch(self.stage.engine_args, capabilities, self._floor)
+        self._warn_of_capacity(capabilities)
         parked, self._parked = self._parked, {}
         for live in parked.values():
             self._admit_parked(live, admission, now)
@@ -249,25 +252,11 @@ class StageRuntime:
             self._answer(live, live.failed(error), now)
             del self._live[live.request_id]
 
-    def _start(self, assignment: Assignment, now: float) -> None:
-        worker = self.workers[assignment.worker_id]
-        worker.begin(assignment, now)
-        members = [self._live[request_id] for request_id in assignment.request_ids]
-        admitted = [live.admitted for live in members if live.admitted is not None]
-        self.batch_sizes[len(members)] += 1
-        plan = BatchPlan(
-            assignment.batch_id, tuple(a.request for a in admitted), admitted[0].activation
-        )
-        self._send(worker.worker_id, plan.to_wire())
-        for live in members:
-            live.started = now
-            live.listener.on_status(live.request_id, RequestStatus.RUNNING)
-
-    def _on_outputs(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
-        outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
-        worker.end(now)
-        for output in outputs:
-            self._finish(output, now)
+    def _warn_of_capacity(self, capabilities: PipelineCapabilities) -> None:
+        wanted, together = self.stage.engine_args.max_num_seqs, self.effective_max_num_seqs
+        if together != wanted:
+            text = "stage %s: max_num_seqs = %d has no effect: %s"
+            logger.warning(text, self.name, wanted, capabilities.batching_note)
 
     def _finish(self, output: DiffusionOutput, now: float) -> None:
         live = self._live.pop(output.request_id)
@@ -278,7 +267,7 @@ class StageRuntime:
                 dataclasses.replace(lora, name=name) for lora in output.applied_loras
             ]
         status = RequestStatus.FINISHED_ERROR if output.error else RequestStatus.FINISHED_COMPLETED
-        self._scheduler.finish(output.request_id, status, now)
+        self._dispatch.scheduler.finish(output.request_id, status, now)
         if not live.answered:
             self._answer(live, output, now)
 
@@ -291,26 +280,17 @@ class StageRuntime:
         live.listener.on_output(output)
 
     def _on_death(self, worker: WorkerHandle, now: float) -> None:
-        worker.state = WorkerState.DEAD
-        worker.close()
+        worker.end(now)
         if worker.error is None:
             worker.error = WorkerLostError(
-                f"worker {worker.worker_id} died: {_exit_text(worker.exit_code)}",
+                f"worker {worker.worker_id} died: {worker.ending}",
                 hint="Its log on the engine's standard error tells more.",
             )
         logger.error("%s", worker.error)
-        assignment, worker.assignment = worker.assignment, None
-        for request_id in assignment.request_ids if assignment else ():
+        for request_id in self._dispatch.lose(worker, now):
             self._finish(self._live[request_id].failed(worker.error), now)
         if self.state == "down":
             self.abort_all(now, self._unavailable())
-
-    def _worker_of(self, request_id: str) -> str:
-        return next(
-            worker.worker_id
-            for worker in self.workers.values()
-            if worker.assignment and request_id in worker.assignment.request_ids
-        )
 
     def _unavailable(self) -> StageUnavailableError:
         return StageUnavailableError(
@@ -319,26 +299,3 @@ class StageRuntime:
             value=self.name,
             hint="See `omni-engine status` and the engine's log.",
         )
-
-
-def _scheduler_config(arguments: EngineArgs, max_num_seqs: int | None = None) -> SchedulerConfig:
-    """Return the scheduler's part of a stage's settings.
-
-    Args:
-        arguments: the stage's settings.
-        max_num_seqs: overrides the configured capacity, for pipelines that can't batch.
-    """
-    return SchedulerConfig(
-        max_num_seqs=max_num_seqs or arguments.max_num_seqs,
-        max_batch_rows=arguments.max_batch_rows,
-        max_batch_work=arguments.max_batch_work,
-        request_batch_max_wait_ms=arguments.request_batch_max_wait_ms,
-        policy=arguments.scheduling_policy,
-        max_skip_ms=arguments.max_skip_ms,
-    )
-
-
-def _exit_text(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by signal {-code}"
-    return f"exit code {code}"

@@ -19,7 +19,8 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "pipeline": None if capabilities is None else capabilities.pipeline,
         "batching": None if capabilities is None else capabilities.batching_note,
         "max_num_seqs": arguments.max_num_seqs,
-        "effective_max_num_seqs": _effective_capacity(stage),
+        "effective_max_num_seqs": None if capabilities is None else stage.effective_max_num_seqs,
+        "step_execution": arguments.step_execution,
         "scheduling_policy": arguments.scheduling_policy,
         "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
         "waiting": stage.num_waiting,
@@ -30,12 +31,5 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "batch_sizes": {str(size): n for size, n in sorted(stage.batch_sizes.items())},
         "adapters": stage.registry.describe(),
         "capabilities": None if capabilities is None else capabilities.to_wire(),
-        "workers": [worker.describe(now) for worker in stage.workers.values()],
+        "workers": stage.describe_workers(now),
     }
-
-
-def _effective_capacity(stage: StageRuntime) -> int | None:
-    """What max_num_seqs comes to; None while the pipeline is not known."""
-    if stage.capabilities is None:
-        return None
-    return stage.stage.engine_args.max_num_seqs if stage.capabilities.supports_request_batch else 1

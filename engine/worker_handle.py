@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import Any
 
 from omni_engine.engine.devices import WorkerDevice
-from omni_engine.engine.scheduler import Assignment, WorkerSlot
+from omni_engine.engine.scheduler import WorkerSlot
 from omni_engine.protocol import pipes
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.plans import WorkerSpec
@@ -46,11 +46,10 @@ class WorkerHandle:
         self.device = device
         self.state = WorkerState.LOADING
         self.error: OmniError | None = None
-        self.assignment: Assignment | None = None
         self.ready_message: dict[str, Any] = {}
         self.started_at = self.last_seen = now
         self.batches = self.requests = 0
-        self.busy_s = 0.0
+        self._busy_s = 0.0
         self._busy_since = now
         self._max_loras = max_loras
         self._held: OrderedDict[Any, None] = OrderedDict()
@@ -68,26 +67,47 @@ class WorkerHandle:
         return self._process.poll()
 
     @property
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        code = self.exit_code
+        if code is not None and code < 0:
+            return f"killed by signal {-code}"
+        return f"exit code {code}"
+
+    @property
     def slot(self) -> WorkerSlot:
         """The worker as the scheduler sees it."""
         return WorkerSlot(self.worker_id, self._active, frozenset(self._held))
 
-    def begin(self, assignment: Assignment, now: float) -> None:
-        """Note that a batch was sent."""
-        self.state, self.assignment, self._busy_since = WorkerState.BUSY, assignment, now
-        self.batches += 1
-        self.requests += len(assignment.request_ids)
-        self._active = assignment.adapter
-        if assignment.adapter is not None:
-            self._held[assignment.adapter] = None
-            self._held.move_to_end(assignment.adapter)
+    def busy_s(self, now: float) -> float:
+        """Return the seconds for which it had work, up to now."""
+        running_s = now - self._busy_since if self.state is WorkerState.BUSY else 0.0
+        return self._busy_s + running_s
+
+    def set_busy(self, busy: bool, now: float) -> None:
+        """Note that a live worker has work, or has none left; nothing changes if that was known."""
+        if busy == (self.state is WorkerState.BUSY):
+            return
+        if busy:
+            self.state, self._busy_since = WorkerState.BUSY, now
+        else:
+            self._busy_s = self.busy_s(now)
+            self.state = WorkerState.IDLE
+
+    def hold(self, adapter: Any) -> None:
+        """Note the adapter of the work that was sent last; None is the bare model."""
+        self._active = adapter
+        if adapter is not None:
+            self._held[adapter] = None
+            self._held.move_to_end(adapter)
             while len(self._held) > self._max_loras:
                 self._held.popitem(last=False)
 
     def end(self, now: float) -> None:
-        """Note that the batch came back."""
-        self.state, self.assignment = WorkerState.IDLE, None
-        self.busy_s += now - self._busy_since
+        """Note that the process is gone."""
+        self._busy_s = self.busy_s(now)
+        self.state = WorkerState.DEAD
+        self.close()
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the worker's state for status."""
@@ -102,7 +122,7 @@ class WorkerHandle:
             "since_seen_ms": (now - self.last_seen) * 1000,
             "batches": self.batches,
             "requests": self.requests,
-            "busy_s": self.busy_s,
+            "busy_s": self.busy_s(now),
         }
 
     def terminate(self) -> None:

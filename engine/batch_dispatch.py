@@ -1,0 +1,82 @@
+"""Request mode: a worker runs one batch at a time, from its start to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omni_engine.engine.dispatch import Floor
+from omni_engine.engine.scheduler import Assignment, RequestScheduler, SchedulerConfig
+from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import BatchPlan, StepReport
+
+
+class BatchDispatch:
+    """Gives idle workers batches.
+
+    Args:
+        floor: the stage's requests and workers.
+        config: the limits of a batch and the policy.
+    """
+
+    def __init__(self, floor: Floor, config: SchedulerConfig) -> None:
+        self.scheduler = RequestScheduler(config)
+        self._floor = floor
+        self._running: dict[str, Assignment] = {}
+
+    def dispatch(self, now: float) -> None:
+        """Give idle workers what the scheduler decides."""
+        workers = self._floor.workers.values()
+        idle = [worker for worker in workers if worker.state is WorkerState.IDLE]
+        if not idle or not self.scheduler.num_waiting:
+            return
+        idle.sort(key=lambda worker: worker.busy_s(now))
+        for assignment in self.scheduler.schedule([worker.slot for worker in idle], now):
+            self._start(assignment, now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When ``dispatch`` may decide differently through time alone."""
+        workers = self._floor.workers.values()
+        if not any(worker.state is WorkerState.IDLE for worker in workers):
+            return None
+        return self.scheduler.next_deadline(now)
+
+    def worker_of(self, request_id: str) -> str:
+        """Return the worker that runs a running request."""
+        return next(w for w, batch in self._running.items() if request_id in batch.request_ids)
+
+    def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
+        """Act on the end of a batch."""
+        del self._running[worker.worker_id]
+        worker.set_busy(False, now)
+        for output in outputs:
+            self._floor.finish(output, now)
+
+    def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
+        """Act on progress of a batch."""
+        self._floor.note_progress(report, now)
+
+    def lose(self, worker: WorkerHandle, now: float) -> list[str]:
+        """Forget a dead worker; return the requests it ran."""
+        batch = self._running.pop(worker.worker_id, None)
+        return [] if batch is None else list(batch.request_ids)
+
+    def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
+        """Return what status shows of a worker in this mode alone: nothing."""
+        return {}
+
+    def _start(self, assignment: Assignment, now: float) -> None:
+        floor, worker = self._floor, self._floor.workers[assignment.worker_id]
+        members = [floor.live[request_id] for request_id in assignment.request_ids]
+        admitted = [live.admitted for live in members if live.admitted is not None]
+        self._running[worker.worker_id] = assignment
+        worker.set_busy(True, now)
+        worker.hold(assignment.adapter)
+        worker.batches += 1
+        worker.requests += len(members)
+        floor.batch_sizes[len(members)] += 1
+        plan = BatchPlan(
+            assignment.batch_id, tuple(a.request for a in admitted), admitted[0].activation
+        )
+        floor.send(worker.worker_id, plan.to_wire())
+        floor.note_running(members, now)

@@ -1,0 +1,114 @@
+"""What a stage's two ways of running requests have in common: what they need, what they offer.
+
+``BatchDispatch`` runs whole batches, ``StepDispatch`` single ticks of resident groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from omni_engine.engine.live_request import LiveRequest
+from omni_engine.engine.scheduler import RequestStatus
+from omni_engine.engine.worker_handle import WorkerHandle
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What a dispatch works on; the stage's runtime owns it.
+
+    Attributes:
+        live: the stage's requests by id.
+        workers: the stage's workers by id.
+        send: sends a message to a worker by its id.
+        finish: takes a request's output, with the time; the request is over then.
+        batch_sizes: counts batches, or ticks, by their number of requests.
+    """
+
+    live: Mapping[str, LiveRequest]
+    workers: Mapping[str, WorkerHandle]
+    send: Callable[[str, dict[str, Any]], None]
+    finish: Callable[[DiffusionOutput, float], None]
+    batch_sizes: Counter[int]
+
+    def note_running(self, members: Iterable[LiveRequest], now: float) -> None:
+        """Tell requests that they were sent to a worker."""
+        for live in members:
+            live.started = now
+            live.listener.on_status(live.request_id, RequestStatus.RUNNING)
+
+    def note_progress(self, report: StepReport, now: float) -> None:
+        """Tell requests how far they are."""
+        for state in report.states:
+            if (live := self.live.get(state.request_id)) is not None:
+                live.advance(state.step_index, state.num_steps)
+                live.tell_progress(report.previews.pop(state.request_id, None), now)
+        for request_id, preview in report.previews.items():
+            if (live := self.live.get(request_id)) is not None:
+                live.tell_progress(preview, now)
+
+
+class SchedulerLife(Protocol):
+    """The life of requests that both schedulers keep."""
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait."""
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run."""
+
+    def add(
+        self,
+        request_id: str,
+        *,
+        key: Hashable,
+        adapter: Hashable | None,
+        rows: int = 1,
+        work: int = 1,
+        now: float,
+    ) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str, now: float) -> RequestStatus | None:
+        """End a waiting request at once; mark a running one."""
+
+    def finish(self, request_id: str, status: RequestStatus, now: float) -> RequestStatus | None:
+        """Take note that a running request ended."""
+
+    def next_deadline(self, now: float) -> float | None:
+        """When to schedule again if nothing else happens."""
+
+
+class Dispatch(Protocol):
+    """Gives workers what a scheduler decides and acts on what they answer."""
+
+    @property
+    def scheduler(self) -> SchedulerLife:
+        """Keeps the waiting and the running requests."""
+
+    def dispatch(self, now: float) -> None:
+        """Give workers what the scheduler decides."""
+
+    def next_deadline(self, now: float) -> float | None:
+        """When ``dispatch`` may decide differently through time alone."""
+
+    def worker_of(self, request_id: str) -> str:
+        """Return the worker that runs a running request."""
+
+    def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
+        """Act on the end of a batch."""
+
+    def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
+        """Act on a tick, or on progress of a batch."""
+
+    def lose(self, worker: WorkerHandle, now: float) -> list[str]:
+        """Forget a dead worker; return the requests it ran."""
+
+    def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
+        """Return what status shows of a worker in this mode alone."""

@@ -1,0 +1,157 @@
+"""Step mode: workers keep groups of running requests and run them tick by tick, as planned here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from omni_engine.engine.dispatch import Floor
+from omni_engine.engine.scheduler import SchedulerConfig, WorkerSlot
+from omni_engine.engine.step_scheduler import StepAssignment, StepScheduler
+from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import AdapterActivation, StepPlan, StepReport
+
+
+@dataclass(slots=True)
+class _Steps:
+    """A worker's plans and what its ticks came to.
+
+    Attributes:
+        groups: the group of each plan that still has ticks to run, by plan id.
+        ticks: ticks run.
+        tick_ms: milliseconds they took together.
+        members: requests in them, summed over the ticks.
+    """
+
+    groups: dict[int, int] = dataclasses.field(default_factory=dict)
+    ticks: int = 0
+    tick_ms: float = 0.0
+    members: int = 0
+
+
+class StepDispatch:
+    """Gives workers ticks of their resident groups, and newcomers to them.
+
+    Args:
+        floor: the stage's requests and workers.
+        config: the limits of a group and the policy.
+        step_quantum: ticks until another group has its turn.
+        max_resident_groups: groups that take turns on a worker.
+    """
+
+    def __init__(
+        self, floor: Floor, config: SchedulerConfig, step_quantum: int, max_resident_groups: int
+    ) -> None:
+        self.scheduler = StepScheduler(
+            config, step_quantum=step_quantum, max_resident_groups=max_resident_groups
+        )
+        self._floor = floor
+        self._steps: defaultdict[str, _Steps] = defaultdict(_Steps)
+
+    def dispatch(self, now: float) -> None:
+        """Give workers what the scheduler decides."""
+        ready = self._ready()
+        if not ready or not self.scheduler.num_waiting + self.scheduler.num_running:
+            return
+        for assignment in self.scheduler.schedule(ready, now):
+            self._start(assignment, now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When ``dispatch`` may decide differently through time alone."""
+        return self.scheduler.next_deadline(now) if self._ready() else None
+
+    def worker_of(self, request_id: str) -> str:
+        """Return the worker that runs a running request.
+
+        Raises:
+            KeyError: if the request does not run.
+        """
+        if (worker_id := self.scheduler.worker_of(request_id)) is None:
+            raise KeyError(request_id)
+        return worker_id
+
+    def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
+        """Refuse the end of a batch: no batch was sent.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"worker {worker.worker_id} ended a batch in step mode")
+
+    def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
+        """Act on a tick: progress, the outputs of requests that ended, the plan's end."""
+        steps, plan_id = self._steps[worker.worker_id], report.plan_id
+        if report.ticks:
+            members = self.scheduler.residents(worker.worker_id).get(steps.groups[plan_id], ())
+            steps.ticks += report.ticks
+            steps.tick_ms += report.tick_ms
+            steps.members += report.ticks * len(members)
+            self._floor.batch_sizes[len(members)] += report.ticks
+        self._floor.note_progress(report, now)
+        for output in report.outputs:
+            self._floor.finish(output, now)
+        if report.plan_done:
+            del steps.groups[plan_id]
+        if report.ticks or report.plan_done:
+            self.scheduler.on_tick(
+                worker.worker_id, plan_id, report.ticks, report.tick_ms, report.plan_done, now
+            )
+        worker.set_busy(bool(steps.groups or self.scheduler.residents(worker.worker_id)), now)
+
+    def lose(self, worker: WorkerHandle, now: float) -> list[str]:
+        """Forget a dead worker; return the requests it ran."""
+        self._steps[worker.worker_id].groups.clear()
+        return self.scheduler.forget_worker(worker.worker_id)
+
+    def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
+        """Return a worker's resident groups and what its ticks came to, for status."""
+        steps, residents = self._steps[worker.worker_id], self.scheduler.residents(worker.worker_id)
+        return {
+            "ticks": steps.ticks,
+            "mean_tick_ms": steps.tick_ms / steps.ticks if steps.ticks else None,
+            "mean_requests_per_tick": steps.members / steps.ticks if steps.ticks else None,
+            "groups": [self._describe_group(i, ids) for i, ids in residents.items()],
+        }
+
+    def _ready(self) -> list[WorkerSlot]:
+        states = (WorkerState.IDLE, WorkerState.BUSY)
+        return [w.slot for w in self._floor.workers.values() if w.state in states]
+
+    def _describe_group(self, group_id: int, request_ids: tuple[str, ...]) -> dict[str, Any]:
+        members = [self._floor.live[request_id] for request_id in request_ids]
+        adapter = _activation(self._floor, request_ids)
+        return {
+            "group_id": group_id,
+            "adapter": None
+            if adapter is None
+            else {"name": adapter.adapter.name, "scale": adapter.scale},
+            "requests": [live.describe() for live in members],
+        }
+
+    def _start(self, assignment: StepAssignment, now: float) -> None:
+        floor, worker = self._floor, self._floor.workers[assignment.worker_id]
+        newcomers = [floor.live[request_id] for request_id in assignment.new_ids]
+        members = self.scheduler.residents(worker.worker_id).get(assignment.group_id, ())
+        if assignment.ticks:
+            self._steps[worker.worker_id].groups[assignment.plan_id] = assignment.group_id
+        worker.set_busy(True, now)
+        worker.hold(assignment.adapter)
+        worker.requests += len(newcomers)
+        plan = StepPlan(
+            plan_id=assignment.plan_id,
+            group_id=assignment.group_id,
+            requests=tuple(live.admitted.request for live in newcomers if live.admitted),
+            activation=_activation(floor, members),
+            ticks=assignment.ticks,
+        )
+        floor.send(worker.worker_id, plan.to_wire())
+        floor.note_running(newcomers, now)
+
+
+def _activation(floor: Floor, request_ids: tuple[str, ...]) -> AdapterActivation | None:
+    """Return the adapter that the requests of a group share."""
+    found = (floor.live[request_id].admitted for request_id in request_ids[:1])
+    return next((admitted.activation for admitted in found if admitted is not None), None)
