@@ -14,6 +14,7 @@ import torch
 from families import FAMILIES
 from families_parts import EQUAL_PROMPTS
 
+from omni_engine.worker.call_rules import FLOAT_TIMESTEPS
 from omni_engine.worker.fusion import Call, CallReader, Fusion
 from omni_engine.worker.joining import CannotSplitError, tensors_in
 from omni_engine.worker.views import denoisers, make_view
@@ -28,9 +29,9 @@ class Captured(Exception):  # noqa: N818  # ends a pipeline's call once its deno
     pass
 
 
-def _call_of(pipe: Any, request: dict[str, Any], seed: int) -> Call:
-    """The first call of the last denoiser (others embed the prompt) that a request makes."""
-    module = denoisers(pipe)[-1]
+def _call_of(pipe: Any, request: dict[str, Any], seed: int, module: Any = None) -> Call:
+    """The first call of a denoiser that a request makes: of the last one, if none is named."""
+    module = module or denoisers(pipe)[-1]  # the others embed the prompt
     reader, found = CallReader(module, module.forward), []
 
     def capture(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +142,38 @@ def test_more_calls_than_a_padded_forward_holds_are_refused() -> None:
         Fusion(pad_calls_to=3).fuse(calls)
     with pytest.raises(ValueError, match="at least 1"):
         Fusion(pad_calls_to=0)
+
+
+WHOLE = {"CogVideoXTransformer3DModel": "cogvideox", "ControlNetModel": "sdxl_controlnet",
+         "LTXVideoTransformer3DModel": "ltx", "PixArtTransformer2DModel": "pixart_sigma",
+         "SD3Transformer2DModel": "stable_diffusion_3",
+         "UNet2DConditionModel": "stable_diffusion", "WanTransformer3DModel": "wan"}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", sorted(FLOAT_TIMESTEPS))
+def test_whole_timesteps_may_be_floats_without_changing_a_bit(model: str) -> None:
+    family = dataclasses.replace(FAMILIES[WHOLE[model]], float64=False)
+    pipe = family.pipeline()
+    module = next(part for part in denoisers(pipe) if type(part).__name__ == model)
+    with family.context(), torch.no_grad():
+        call = _call_of(pipe, family.request(0), 0, module)
+        assert call.arguments["timestep"].dtype == torch.float32
+        results = []
+        for step in (0, 1, 501, 999):
+            timestep = torch.full_like(call.arguments["timestep"], step)
+            floats = module.forward(**{**call.arguments, "timestep": timestep})
+            whole = module.forward(**{**call.arguments, "timestep": timestep.long()})
+            assert _bytes(whole) == _bytes(floats)
+            results.append(_bytes(whole))
+        assert len(set(results)) == 4, "timesteps must matter"
+
+
+def test_calls_with_whole_and_fractional_timesteps_share() -> None:
+    one, other, *_ = _fresh(_captured("stable_diffusion"))
+    reader = CallReader(one.module, one.module.forward)
+    whole = reader.read((), {**one.arguments, "timestep": torch.tensor(981)})
+    fractional = reader.read((), {**other.arguments, "timestep": torch.tensor(981.5)})
+    assert Fusion().key(whole) == Fusion().key(fractional)
 
 
 class Notes:

@@ -77,6 +77,21 @@ PADDED: Mapping[str, Mapping[str, str]] = {
 }
 """Token arguments that may be padded to the longest, with the mask that hides the padding."""
 
+FLOAT_TIMESTEPS = frozenset(
+    {
+        "CogVideoXTransformer3DModel",
+        "ControlNetModel",
+        "LTXVideoTransformer3DModel",
+        "PixArtTransformer2DModel",
+        "SD3Transformer2DModel",
+        "UNet2DConditionModel",
+        "WanTransformer3DModel",
+    }
+)
+"""Models whose first act is to turn ``timestep`` into float32: whole ones (DDIM, DPM++, UniPC) may
+come as float32, as others (Euler, Heun) are, without changing a bit. float32 holds whole numbers up
+to 2**24."""
+
 MERGEABLE_STATES = frozenset({"QwenImage21KVCache", "Flux2KVCache"})
 """Classes of per-request objects whose tensors are rows in dimension 0."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from omni_engine.worker.call_rules import (
+    FLOAT_TIMESTEPS,
     MERGEABLE_STATES,
     PADDED,
     RULES,
@@ -23,7 +24,7 @@ from omni_engine.worker.call_rules import (
     infer_kind,
 )
 from omni_engine.worker.joining import (
-    CannotSplitError as CannotSplitError,
+    CannotSplitError,
     items_of,
     join,
     split,
@@ -32,6 +33,8 @@ from omni_engine.worker.joining import (
 )
 from omni_engine.worker.process_state import TorchModes
 from omni_engine.worker.value_digest import DigestCache
+
+__all__ = ["Call", "CallReader", "CannotSplitError", "Fusion"]
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class CallReader:
         self._variadic = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
         name = type(module).__name__
         self._known = name in RULES
+        self._float_timesteps = name in FLOAT_TIMESTEPS
         self._rules = {**(observed or {}), **RULES.get(name, {})}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -91,6 +95,8 @@ class CallReader:
         arguments = dict(bound.arguments)
         if self._variadic is not None:
             arguments |= arguments.pop(self._variadic, {})
+        if self._float_timesteps and _is_whole(arguments.get("timestep")):
+            arguments["timestep"] = arguments["timestep"].to(torch.float32)
         try:
             rows = count_rows(arguments, self._rules)
         except NoRowsError:
@@ -100,6 +106,10 @@ class CallReader:
             for name, value in arguments.items()
         }
         return Call(self._module, arguments, rows, kinds, modes)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
 
 
 class Fusion:
