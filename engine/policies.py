@@ -11,7 +11,7 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple, Protocol
 
-from omni_engine.engine.batching import BatchFill, RequestGroup, WorkerSlot
+from omni_engine.engine.batching import BatchFill, RequestGroup, SchedulerConfig, WorkerSlot
 from omni_engine.engine.waiting_queue import FillIndex, WaitingQueue
 
 _Suits = Callable[[WorkerSlot, Hashable | None], bool]
@@ -25,16 +25,28 @@ class Pick(NamedTuple):
 
 
 class BatchPolicy(Protocol):
-    """Picks batches from a waiting queue whose changes it is told of."""
+    """Picks batches from a waiting queue whose changes it is told of.
+
+    Attributes:
+        in_order: whether nobody may go before an older request, of whatever group.
+    """
+
+    in_order: bool
 
     def on_change(self, group: RequestGroup) -> None:
         """Take note that the head or the fill of ``group`` may have changed."""
+
+    def set_aside(self, group: RequestGroup) -> None:
+        """Leave ``group`` out of account until ``on_change`` is called with it."""
 
     def advance(self, now: float) -> None:
         """Let time pass: picks are made as of ``now``, in seconds, until the next call."""
 
     def pick(self, queue: WaitingQueue, slots: Sequence[WorkerSlot]) -> Pick | None:
         """Return the next batch, for one of ``slots``; None if nothing may go yet."""
+
+    def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
+        """Return the oldest request's group if it must go before all others."""
 
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when, in seconds, time alone may next let a batch go; None if it can't."""
@@ -53,6 +65,8 @@ class GroupedPolicy:
         max_skip_s: how long the oldest request may be passed over, in seconds.
     """
 
+    in_order = False
+
     def __init__(self, max_num_seqs: int, max_wait_s: float, max_skip_s: float) -> None:
         self._index = FillIndex(max_num_seqs, max_wait_s)
         self._max_skip_s = max_skip_s
@@ -61,6 +75,10 @@ class GroupedPolicy:
     def on_change(self, group: RequestGroup) -> None:
         """Refile ``group``."""
         self._index.update(group)
+
+    def set_aside(self, group: RequestGroup) -> None:
+        """Take ``group`` out of the index."""
+        self._index.remove(group)
 
     def advance(self, now: float) -> None:
         """Let the admission waits that have ended by ``now``, in seconds, end."""
@@ -75,18 +93,26 @@ class GroupedPolicy:
         level = self._index.top_level()
         if level is None:
             return None
-        group = self._overdue(queue) or self._best(level, slots)
+        group = self.overdue(queue) or self._best(level, slots)
         return None if group is None else Pick(group, group.fill.count)
+
+    def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
+        """Return the group with the oldest head, if that has waited ``max_skip_s``."""
+        group = queue.oldest()
+        if not self._is_overdue(group):
+            return None
+        if group not in self._index:  # it was set aside: the oldest of the others counts
+            group = self._index.oldest()
+        return group if self._is_overdue(group) else None
 
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when the next admission wait ends, in seconds."""
         return self._index.next_deadline()
 
-    def _overdue(self, queue: WaitingQueue) -> RequestGroup | None:
-        group = queue.oldest()
+    def _is_overdue(self, group: RequestGroup | None) -> bool:
         if group is None or group.head is None:
-            return None
-        return group if group.head.arrival + self._max_skip_s <= self._now else None
+            return False
+        return group.head.arrival + self._max_skip_s <= self._now
 
     def _best(self, level: int, slots: Sequence[WorkerSlot]) -> RequestGroup | None:
         index = self._index
@@ -107,12 +133,17 @@ class FifoPolicy:
         max_wait_s: how long the oldest request waits for a full batch, in seconds.
     """
 
+    in_order = True
+
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
         self._now = -inf
 
     def on_change(self, group: RequestGroup) -> None:
         """Do nothing: the arrival order alone decides."""
+
+    def set_aside(self, group: RequestGroup) -> None:
+        """Do nothing: nobody leaves the arrival order."""
 
     def advance(self, now: float) -> None:
         """Take note of the time, in seconds."""
@@ -126,6 +157,10 @@ class FifoPolicy:
         group, fill = run
         return Pick(group, fill.count)
 
+    def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
+        """Return None: nobody is ever passed over."""
+        return None
+
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when the oldest request's admission wait ends, in seconds."""
         run = queue.oldest_run()
@@ -136,6 +171,13 @@ class FifoPolicy:
             return None
         deadline = group.head.arrival + self._max_wait_s
         return deadline if deadline > self._now else None
+
+
+def make_policy(config: SchedulerConfig, max_wait_s: float) -> BatchPolicy:
+    """Return the policy that ``config`` names, with an admission wait of ``max_wait_s`` seconds."""
+    if config.policy == "fifo":
+        return FifoPolicy(max_wait_s)
+    return GroupedPolicy(config.max_num_seqs, max_wait_s, config.max_skip_ms / 1000)
 
 
 def place(adapters: Sequence[Hashable | None], slots: Sequence[WorkerSlot]) -> list[WorkerSlot]:

@@ -92,6 +92,9 @@ class FillIndex:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, group: object) -> bool:
+        return group in self._places
+
     def update(self, group: RequestGroup) -> None:
         """Refile ``group`` after its head or its fill changed."""
         old, new = self._places.get(group), self._place(group)
@@ -104,6 +107,11 @@ class FillIndex:
             self._put(new, group)
         if old is not None:
             self._remove(old, group)
+
+    def remove(self, group: RequestGroup) -> None:
+        """Forget ``group``, if it is filed, until its next update."""
+        if (place := self._places.pop(group, None)) is not None:
+            self._remove(place, group)
 
     def advance(self, now: float) -> None:
         """End the admission waits that are over at ``now``, in seconds."""
@@ -123,6 +131,11 @@ class FillIndex:
     def top_level(self) -> int | None:
         """Return the highest level that has a group; None if no group may go now."""
         return max(self._levels, default=_IN_WAIT) or None
+
+    def oldest(self) -> RequestGroup | None:
+        """Return the group with the oldest head, whatever its level."""
+        firsts = filter(None, map(self.first, self._levels))
+        return min(firsts, key=lambda group: self._places[group][1], default=None)
 
     def first(self, level: int) -> RequestGroup | None:
         """Return the group at ``level`` with the oldest head."""
@@ -195,6 +208,10 @@ class WaitingQueue:
     def groups(self) -> Iterable[RequestGroup]:
         """Return the groups, none of them empty."""
         return self._groups.values()
+
+    def group(self, group_id: GroupId) -> RequestGroup | None:
+        """Return the group of one key and adapter; None if nothing of it waits."""
+        return self._groups.get(group_id)
 
     def oldest(self) -> RequestGroup | None:
         """Return the group of the oldest request of all."""
