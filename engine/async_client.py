@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from omni_engine.engine.client import Params
+from omni_engine.engine.client import OnProgress, Params, progress_callback
 from omni_engine.engine.connection import Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
@@ -35,6 +35,16 @@ class AsyncRequestHandle:
         """The last status heard of."""
         return self._bound.status
 
+    @property
+    def step(self) -> int:
+        """Denoising steps done, as far as was heard."""
+        return self._bound.step
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps in all; None while that is not known."""
+        return self._bound.num_steps
+
     async def result(self) -> DiffusionOutput:
         """Wait for the request's end; a failed one carries its ``error``.
 
@@ -47,7 +57,7 @@ class AsyncRequestHandle:
             raise
 
     async def events(self) -> AsyncIterator[RequestEvent]:
-        """Yield the changes of the request's life, ending with its ``finished_*`` event."""
+        """Yield changes of the request's life and its progress, ending with ``finished_*``."""
         while (event := await self._events.get()) is not None:
             yield event
         self._events.put_nowait(None)  # whoever else asks gets the end, too
@@ -123,6 +133,7 @@ class AsyncOmniClient:
         request_id: str | None = None,
         model: str | None = None,
         detached: bool = False,
+        preview_every: int | None = None,
     ) -> AsyncRequestHandle:
         """Submit one request; see ``OmniClient.submit``.
 
@@ -130,7 +141,12 @@ class AsyncOmniClient:
             InvalidRequestError: if the request is wrong in itself.
         """
         (request,) = build_requests(
-            [prompt], sampling_params, request_ids=[request_id], model=model, detached=detached
+            [prompt],
+            sampling_params,
+            request_ids=[request_id],
+            model=model,
+            detached=detached,
+            preview_every=preview_every,
         )
         if isinstance(request, OmniError):
             raise request
@@ -145,15 +161,19 @@ class AsyncOmniClient:
         *,
         model: str | None = None,
         timeout_s: float | None = None,
+        preview_every: int | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own; see ``OmniClient.generate``.
 
-        Cancelling the call aborts what has not finished.
+        ``on_progress`` is called in the event loop. Cancelling the call aborts what has not
+        finished.
         """
         items = as_list(prompts)
-        requests = build_requests(items, sampling_params, model=model)
+        requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]
-        handles = self._connection.submit(good)
+        on_event = _in_this_loop(progress_callback(requests, on_progress))
+        handles = self._connection.submit(good, on_event)
         futures = [asyncio.wrap_future(handle.future) for handle in handles]
         try:
             if futures:
@@ -224,3 +244,18 @@ class AsyncOmniClient:
         if self._connected is None:
             raise ValueError("call connect() first, or use `async with`")
         return self._connected
+
+
+def _in_this_loop(
+    on_event: Callable[[RequestEvent], None] | None,
+) -> Callable[[RequestEvent], None] | None:
+    """Return a function for the connection's thread that calls ``on_event`` in the running loop."""
+    if on_event is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def pass_on(event: RequestEvent) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(on_event, event)
+
+    return pass_on

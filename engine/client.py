@@ -13,10 +13,12 @@ from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 Params = OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None
 OnOutput = Callable[[DiffusionOutput], None]
+OnProgress = Callable[[int, RequestEvent], None]
 
 
 class OmniClient:
@@ -47,6 +49,7 @@ class OmniClient:
         request_id: str | None = None,
         model: str | None = None,
         detached: bool = False,
+        preview_every: int | None = None,
         on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
         """Submit one request.
@@ -57,14 +60,20 @@ class OmniClient:
             request_id: unique among live requests; drawn when None.
             model: a served model's name; None for the engine's first.
             detached: keep running when this client goes away.
-            on_event: called from the connection's thread on every change; must not block.
+            preview_every: steps between small preview pictures, which come with the events.
+            on_event: called from the connection's thread on every event; must not block.
 
         Raises:
             InvalidRequestError: if the request is wrong in itself. What only the engine can tell
                 (unknown adapter, size) is in the result's ``error``.
         """
         (request,) = build_requests(
-            [prompt], sampling_params, request_ids=[request_id], model=model, detached=detached
+            [prompt],
+            sampling_params,
+            request_ids=[request_id],
+            model=model,
+            detached=detached,
+            preview_every=preview_every,
         )
         if isinstance(request, OmniError):
             raise request
@@ -77,7 +86,9 @@ class OmniClient:
         *,
         model: str | None = None,
         timeout_s: float | None = None,
+        preview_every: int | None = None,
         on_output: OnOutput | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own, and wait for all.
 
@@ -87,7 +98,10 @@ class OmniClient:
             model: a served model's name; None for the engine's first.
             timeout_s: seconds after which unfinished requests are aborted; their outputs carry a
                 ``RequestTimeoutError``.
+            preview_every: steps between small preview pictures, which come with the progress.
             on_output: called for every request that ends, in order of completion; must not block.
+            on_progress: called with a prompt's place in the list and an event that tells the steps
+                done; must not block.
 
         Returns:
             Outputs in the order given. A failed item carries its ``error``; the others are whole.
@@ -96,9 +110,9 @@ class OmniClient:
             InvalidRequestError: if the lists' lengths differ.
         """
         items = as_list(prompts)
-        requests = build_requests(items, sampling_params, model=model)
+        requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]
-        handles = iter(self._connection.submit(good))
+        handles = iter(self._connection.submit(good, progress_callback(requests, on_progress)))
         entries = [r if isinstance(r, OmniError) else next(handles) for r in requests]
         running = [entry for entry in entries if isinstance(entry, RequestHandle)]
         if on_output is not None:
@@ -162,3 +176,18 @@ class OmniClient:
         except BaseException:  # whatever it is: clean up, then pass it on
             self.abort([handle.request_id for handle in handles if not handle.done])
             raise
+
+
+def progress_callback(
+    requests: Sequence[DiffusionRequest | OmniError], on_progress: OnProgress | None
+) -> Callable[[RequestEvent], None] | None:
+    """Return the ``on_event`` of requests of which ``on_progress`` is to hear by their places."""
+    if on_progress is None:
+        return None
+    places = {r.request_id: i for i, r in enumerate(requests) if not isinstance(r, OmniError)}
+
+    def on_event(event: RequestEvent) -> None:
+        if event.step is not None:
+            on_progress(places[event.request_id], event)
+
+    return on_event

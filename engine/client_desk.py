@@ -9,13 +9,15 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 import omni_engine
+from omni_engine.engine.live_request import Preview
+from omni_engine.engine.outbox import Outbox
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.status import describe_stage
@@ -39,8 +41,6 @@ logger = logging.getLogger(__name__)
 CLIENT_TIMEOUT_S = 15.0
 """A client that was silent for so long is taken for gone; clients ping every few seconds."""
 
-Send = Callable[[bytes, dict[str, Any]], None]
-
 
 @dataclass(slots=True)
 class Client:
@@ -48,14 +48,14 @@ class Client:
 
     Attributes:
         identity: the socket's, drawn anew by ZeroMQ for every connection.
-        send: sends a message to an identity.
+        outbox: sends messages to identities.
         last_seen: seconds, monotonic.
         session: told to the client, which sees by a change that the engine has forgotten it.
         request_ids: live requests that end with it.
     """
 
     identity: bytes
-    send: Send
+    outbox: Outbox
     last_seen: float
     session: str = field(default_factory=lambda: secrets.token_hex(8))
     request_ids: set[str] = field(default_factory=set)
@@ -65,12 +65,26 @@ class Client:
         event = messages.engine_message(
             messages.EVENT, request_id=request_id, status=status.name.lower()
         )
-        self.send(self.identity, event)
+        self.outbox.send(self.identity, event)
+
+    def on_progress(
+        self, request_id: str, step: int, num_steps: int, preview: Preview | None
+    ) -> None:
+        """Tell the client how far its request is, unless it does not read what it is sent."""
+        message = messages.engine_message(
+            messages.PROGRESS,
+            request_id=request_id,
+            step=step,
+            num_steps=num_steps,
+            preview=preview,
+        )
+        self.outbox.send(self.identity, message, droppable=True)
 
     def on_output(self, output: DiffusionOutput) -> None:
         """Give the client its result."""
         self.request_ids.discard(output.request_id)
-        self.send(self.identity, messages.engine_message(messages.OUTPUT, output=output.to_wire()))
+        message = messages.engine_message(messages.OUTPUT, output=output.to_wire())
+        self.outbox.send(self.identity, message)
 
 
 class ClientDesk:
@@ -80,36 +94,31 @@ class ClientDesk:
         stages: by the model name that clients use.
         limits: what the engine accepts at most.
         endpoint: where clients connect; shown in status.
-        send: sends a message to a client's identity.
+        outbox: sends messages to clients.
 
     Attributes:
         closing: set when no more requests are taken in.
     """
 
     def __init__(
-        self, stages: Mapping[str, StageRuntime], limits: Limits, endpoint: str, send: Send
+        self, stages: Mapping[str, StageRuntime], limits: Limits, endpoint: str, outbox: Outbox
     ) -> None:
         self._stages = stages
         self._limits = limits
         self._endpoint = endpoint
-        self._send = send
+        self._outbox = outbox
         self._started = time.monotonic()
         self._clients: dict[bytes, Client] = {}
         self._awaiting_ready: list[tuple[bytes, int | None]] = []
         self._rejected = 0
         self.closing = False
 
-    def mark_gone(self, identity: bytes) -> None:
-        """Note that a client can't be reached; it is dropped at the end of the turn."""
-        if (client := self._clients.get(identity)) is not None:
-            client.last_seen = float("-inf")
-
     def on_frames(self, frames: list[zmq.Frame]) -> None:
         """Act on a message: the sender's identity, then the message's frames."""
         identity, now = frames[0].bytes, time.monotonic()
         client = self._clients.get(identity)
         if client is None:
-            client = self._clients[identity] = Client(identity, self._send, now)
+            client = self._clients[identity] = Client(identity, self._outbox, now)
         client.last_seen = now
         reply_to: int | None = None
         try:
@@ -121,12 +130,12 @@ class ClientDesk:
             self._rejected += 1
             if isinstance(error, MalformedMessageError) and reply_to is None:
                 reply_to = messages.salvage_id(frames[1:])
-            self._send(identity, messages.error_message(error, reply_to))
+            self._outbox.send(identity, messages.error_message(error, reply_to))
         except Exception as error:  # boundary: one message; no message may stop the loop
             logger.exception("a message of client %s could not be handled", identity.hex())
             self._rejected += 1
             wrapped = OmniError(f"the engine failed on this message: {type(error).__name__}")
-            self._send(identity, messages.error_message(wrapped, reply_to))
+            self._outbox.send(identity, messages.error_message(wrapped, reply_to))
 
     def _on_message(self, client: Client, message: messages.ClientMessage, now: float) -> None:
         match message.type:
@@ -150,7 +159,7 @@ class ClientDesk:
     def _reply(
         self, client: Client, message: messages.ClientMessage, kind: str, **body: Any
     ) -> None:
-        self._send(client.identity, messages.engine_message(kind, message.id, **body))
+        self._outbox.send(client.identity, messages.engine_message(kind, message.id, **body))
 
     def _submit(self, client: Client, message: messages.ClientMessage, now: float) -> None:
         """Take in each request of a message for itself; a bad one does not touch the others."""
@@ -165,7 +174,7 @@ class ClientDesk:
             except OmniError as error:
                 self._rejected += 1
                 refusal = messages.error_message(error, message.id, request_id, index)
-                self._send(client.identity, refusal)
+                self._outbox.send(client.identity, refusal)
         self._reply(client, message, messages.ACCEPTED, request_ids=accepted)
 
     def _take_in(self, client: Client, request: DiffusionRequest, now: float) -> None:
@@ -207,9 +216,11 @@ class ClientDesk:
 
     def drop_silent(self, now: float) -> None:
         """Give up clients that are gone or have been silent for too long."""
+        gone = self._outbox.take_gone()
         for client in list(self._clients.values()):
-            if now - client.last_seen > CLIENT_TIMEOUT_S:
+            if client.identity in gone or now - client.last_seen > CLIENT_TIMEOUT_S:
                 self._drop(client, now)
+                self._outbox.forget(client.identity)
 
     def _drop(self, client: Client, now: float) -> None:
         """Forget a client and abort what it asked for, except detached requests."""
@@ -223,7 +234,7 @@ class ClientDesk:
             waiting, self._awaiting_ready = self._awaiting_ready, []
             for identity, message_id in waiting:
                 body = messages.engine_message(messages.READY, message_id, **self._welcome())
-                self._send(identity, body)
+                self._outbox.send(identity, body)
 
     def _welcome(self) -> dict[str, Any]:
         return {

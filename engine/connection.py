@@ -251,6 +251,10 @@ class Connection:
             case messages.EVENT:
                 if (handle := self._handles.get(message["request_id"])) is not None:
                     handle.note(message["status"])
+            case messages.PROGRESS:
+                if (handle := self._handles.get(message["request_id"])) is not None:
+                    preview = message["preview"]
+                    handle.note_progress(message["step"], message["num_steps"], preview)
             case messages.OUTPUT:
                 output = DiffusionOutput.from_wire(message["output"])
                 self._settle(output.request_id, lambda handle: handle.finish(output))

@@ -8,8 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -20,10 +23,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """A change in a request's life: ``waiting``, ``running`` or ``finished_*``."""
+    """News of a request: a change in its life, or steps done while it runs.
+
+    Attributes:
+        request_id: the request.
+        status: ``waiting``, ``running`` or ``finished_*``; ``running`` with progress.
+        step: denoising steps done; None unless this is progress.
+        num_steps: steps in all; None unless this is progress.
+        preview: with ``preview_every``, every so many steps: a small picture of how it looks so
+            far, a uint8 array of shape (height, width, 3); else None.
+    """
 
     request_id: str
     status: str
+    step: int | None = None
+    num_steps: int | None = None
+    preview: npt.NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
 
 
 def answer_future() -> Future[Any]:
@@ -39,7 +54,12 @@ class RequestHandle:
     Args:
         request: what was submitted.
         abort: called with the id to end it.
-        on_event: called from the connection's thread for every change; must not block.
+        on_event: called from the connection's thread for every event; must not block.
+
+    Attributes:
+        status: the last status heard of.
+        step: denoising steps done, as far as was heard.
+        num_steps: steps in all; None while that is not known.
     """
 
     def __init__(
@@ -50,6 +70,8 @@ class RequestHandle:
     ) -> None:
         self.request_id = request.request_id
         self.status = "submitted"
+        self.step = 0
+        self.num_steps: int | None = None
         self.future: Future[DiffusionOutput] = answer_future()
         self._seed = request.sampling_params.seed
         self._abort = abort
@@ -80,7 +102,7 @@ class RequestHandle:
             ) from None
 
     def events(self) -> Iterator[RequestEvent]:
-        """Yield the changes of the request's life, ending with its ``finished_*`` event."""
+        """Yield changes of the request's life and its progress, ending with ``finished_*``."""
         while (event := self._events.get()) is not None:
             yield event
         self._events.put(None)  # whoever else asks gets the end, too
@@ -92,7 +114,19 @@ class RequestHandle:
     def note(self, status: str) -> None:
         """Record a change; called by the connection."""
         self.status = status
-        event = RequestEvent(self.request_id, status)
+        self._tell(RequestEvent(self.request_id, status))
+
+    def note_progress(
+        self, step: int, num_steps: int, preview: npt.NDArray[np.uint8] | None
+    ) -> None:
+        """Record steps done, unless it has ended already; called by the connection."""
+        with self._ending:
+            if self.future.done():
+                return
+        self.step, self.num_steps = step, num_steps
+        self._tell(RequestEvent(self.request_id, "running", step, num_steps, preview))
+
+    def _tell(self, event: RequestEvent) -> None:
         self._events.put(event)
         if self._on_event is None:
             return

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
-from omni_engine.engine.client import OmniClient, OnOutput, Params
+from omni_engine.engine.client import OmniClient, OnOutput, OnProgress, Params
 from omni_engine.engine.handles import RequestHandle
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
@@ -37,8 +37,8 @@ class Omni:
             ``config`` is given.
         config: a stage configuration file.
         startup_timeout_s: seconds within which all workers must be ready.
-        options: any setting of a stage: ``max_num_seqs``, ``request_batch_max_wait_ms``,
-            ``devices``, ``replicas``, ``lora_modules``, ``dtype``…
+        options: any setting of a stage: ``max_num_seqs``, ``step_execution``, ``devices``,
+            ``replicas``, ``lora_modules``, ``dtype``…
 
     Raises:
         ConfigError: if a setting is wrong, naming it.
@@ -74,11 +74,19 @@ class Omni:
         *,
         model: str | None = None,
         timeout_s: float | None = None,
+        preview_every: int | None = None,
         on_output: OnOutput | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
         return self.client.generate(
-            prompts, sampling_params, model=model, timeout_s=timeout_s, on_output=on_output
+            prompts,
+            sampling_params,
+            model=model,
+            timeout_s=timeout_s,
+            preview_every=preview_every,
+            on_output=on_output,
+            on_progress=on_progress,
         )
 
     def submit(

@@ -28,6 +28,7 @@ def build_requests(
     request_ids: Sequence[str | None] | None = None,
     model: str | None = None,
     detached: bool = False,
+    preview_every: int | None = None,
 ) -> list[DiffusionRequest | OmniError]:
     """Build one request per prompt; a bad one becomes its error, in its place.
 
@@ -47,18 +48,19 @@ def build_requests(
         )
     ids = request_ids if request_ids is not None else [None] * len(prompts)
     return [
-        _build(prompt, one, request_id, model, detached)
+        _build(
+            prompt,
+            one,
+            request_id=request_id,
+            model=model,
+            detached=detached,
+            preview_every=preview_every,
+        )
         for prompt, one, request_id in zip(prompts, params, ids, strict=True)
     ]
 
 
-def _build(
-    prompt: Any,
-    params: Any,
-    request_id: str | None,
-    model: str | None,
-    detached: bool,
-) -> DiffusionRequest | OmniError:
+def _build(prompt: Any, params: Any, **options: Any) -> DiffusionRequest | OmniError:
     if params is not None and not isinstance(params, OmniDiffusionSamplingParams):
         return InvalidRequestError(
             "sampling_params is not acceptable",
@@ -67,9 +69,7 @@ def _build(
             expected="OmniDiffusionSamplingParams or None",
         )
     try:
-        return build_request(
-            _with_arrays(prompt), params, request_id=request_id, model=model, detached=detached
-        )
+        return build_request(_with_arrays(prompt), params, **options)
     except OmniError as error:
         return error
 

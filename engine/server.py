@@ -20,6 +20,7 @@ import zmq
 
 from omni_engine.engine.client_desk import ClientDesk, closing_error
 from omni_engine.engine.endpoints import EndpointLock, bind_endpoint
+from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
 from omni_engine.engine.signals import signal_pipe
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.worker_pool import start_workers, stop_workers
@@ -33,6 +34,8 @@ SHUTDOWN_GRACE_S = 10.0
 """How long running batches may finish after SIGTERM or SIGINT."""
 
 _TICK_S = 0.2
+_DRAIN_S = 2.0
+"""How long clients may take, at the engine's end, to read what is still for them."""
 _MESSAGES_PER_TURN = 2000
 _HARD_FRAME_FACTOR = 8
 """Frames up to this multiple of max_message_bytes are received, to be refused with a reason."""
@@ -86,10 +89,12 @@ class EngineServer:
             stack.enter_context(EndpointLock(self.endpoint))
             self._wake = stack.enter_context(signal_pipe())
             self._context = zmq.Context()
-            stack.callback(self._context.destroy, linger=2000)
+            stack.callback(self._context.destroy, linger=int(_DRAIN_S * 1000))
             self._open_sockets(directory)
             stack.callback(self._worker_socket.close, linger=0)
-            self._desk = ClientDesk(self._stages, self._config.limits, self.endpoint, self._send)
+            self._outbox = Outbox(self._client_socket)
+            stack.callback(self._outbox.drain, _DRAIN_S)
+            self._desk = ClientDesk(self._stages, self._config.limits, self.endpoint, self._outbox)
             stack.callback(self._stop_workers)
             stages = self._stages.values()
             self._stage_of_worker = start_workers(stages, f"ipc://{directory}/workers")
@@ -98,16 +103,6 @@ class EngineServer:
             while not self._finished():
                 self._turn()
         return 1 if self._unusable else 0
-
-    def _send(self, identity: bytes, message: dict[str, Any]) -> None:
-        """Send a message to a client; one that is gone loses it."""
-        try:
-            self._client_socket.send_multipart([identity, *codec.encode(message)], copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            logger.info("client %s is gone", identity.hex())
-            self._desk.mark_gone(identity)
 
     # -- the loop
 
@@ -127,6 +122,7 @@ class EngineServer:
         for stage in self._stages.values():
             stage.check_workers(now)
             stage.dispatch(now)
+        self._outbox.flush()
         self._tell_states()
         self._desk.drop_silent(now)
         self._desk.answer_awaiting_ready()
@@ -135,7 +131,7 @@ class EngineServer:
         now = time.monotonic()
         deadlines = [s.next_deadline(now) for s in self._stages.values()]
         waits = [max(0.0, deadline - now) for deadline in deadlines if deadline is not None]
-        return min([_TICK_S, *waits])
+        return min([RETRY_S if self._outbox.backlog else _TICK_S, *waits])
 
     @property
     def _unusable(self) -> bool:
@@ -206,7 +202,7 @@ class EngineServer:
         bind_endpoint(self._worker_socket, f"ipc://{directory}/workers")
         self._client_socket = self._context.socket(zmq.ROUTER)
         self._client_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._client_socket.setsockopt(zmq.SNDHWM, 0)
+        self._client_socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._client_socket.setsockopt(
             zmq.MAXMSGSIZE, self._config.limits.max_message_bytes * _HARD_FRAME_FACTOR
         )

@@ -99,7 +99,8 @@ class StepDispatch:
             self.scheduler.on_tick(
                 worker.worker_id, plan_id, report.ticks, report.tick_ms, report.plan_done, now
             )
-        worker.set_busy(bool(steps.groups or self.scheduler.residents(worker.worker_id)), now)
+        residents = self.scheduler.residents(worker.worker_id).values()
+        worker.set_busy(bool(steps.groups) or any(residents), now)
 
     def lose(self, worker: WorkerHandle, now: float) -> list[str]:
         """Forget a dead worker; return the requests it ran."""
@@ -113,7 +114,7 @@ class StepDispatch:
             "ticks": steps.ticks,
             "mean_tick_ms": steps.tick_ms / steps.ticks if steps.ticks else None,
             "mean_requests_per_tick": steps.members / steps.ticks if steps.ticks else None,
-            "groups": [self._describe_group(i, ids) for i, ids in residents.items()],
+            "groups": [self._describe_group(i, ids) for i, ids in residents.items() if ids],
         }
 
     def _ready(self) -> list[WorkerSlot]:
