@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni_engine.cli.display import clean, console, print_json, print_line, problem_lines, table
-from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, Model, expand_options
+from omni_engine.cli.option_groups import expand_options
+from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, Model
 
 if TYPE_CHECKING:
     from omni_engine.stages.settings import Settings

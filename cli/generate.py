@@ -16,10 +16,10 @@ import typer
 from omni_engine.cli import interrupts
 from omni_engine.cli.connecting import AUTO, resolve_endpoint
 from omni_engine.cli.display import console
+from omni_engine.cli.option_groups import expand_options
 from omni_engine.cli.options import (
     AsJson,
     EngineOptions,
-    expand_options,
     parse_assignment,
     parse_lora,
 )
@@ -36,7 +36,8 @@ Make pictures from prompts; every prompt is a request of its own, and all run at
 
 Without --connect an engine is started for this command alone, with the options of `serve`.
 
-Files are named NN-PROMPT-SEED.png; an existing file is never overwritten.
+Files are named NN-PROMPT-SEED.png, previews NN-PROMPT-step-STEP.png; an existing file is never
+overwritten.
 """
 
 _EPILOG = """
@@ -45,6 +46,7 @@ _EPILOG = """
   omni-engine generate "a red star on a white background" -o pictures --seed 7 --connect auto
   omni-engine generate "a fox" -o pictures --model Qwen/Qwen-Image --n 4
   omni-engine generate "a red star on a white background" -o pictures --lora night:0.8 --json
+  omni-engine generate "a red star on a white background" -o pictures --preview-every 4
 
 Exit code 1 if any request failed; the pictures of the others are written all the same.
 """
@@ -155,22 +157,39 @@ def generate(
         typer.Option(metavar="MODEL",
                      help="With --connect: a served model's name. Else what to load, as in serve."),
     ] = None,
+    preview_every: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Save a small preview every K steps."),
+    ] = None,
+    preview_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR",
+                     help='Folder for the previews; is created. Default: "previews" in --out.'),
+    ] = None,
     as_json: AsJson = False,
     *,
     sampling: SamplingOptions,
     engine: EngineOptions,
 ) -> None:  # fmt: skip
     """Make pictures from prompts."""
-    from omni_engine.cli.generation import generate_files
+    from omni_engine.cli.generation import Previews, generate_files
     from omni_engine.cli.pictures import PictureFolder
     from omni_engine.cli.report import print_report
 
     params = sampling.params()
-    folder = PictureFolder(out, fps=sampling.fps)
+    if preview_dir is not None and preview_every is None:
+        raise ConfigError(
+            "--preview-dir has no effect without --preview-every", field="--preview-dir",
+            value=str(preview_dir), expected="--preview-every K to be given as well",
+        )  # fmt: skip
+    folder, previews = PictureFolder(out, fps=sampling.fps), None
+    if preview_every is not None:
+        preview_folder = PictureFolder(preview_dir or out / "previews", flag="--preview-dir")
+        previews = Previews(preview_folder, preview_every)
     served = None if connect is None else model
     with interrupts.unwound_by_sigterm(), _engine_at(connect, model, engine) as endpoint:
         started = time.monotonic()
-        items = generate_files(endpoint, prompts, params, served, folder)
+        items = generate_files(endpoint, prompts, params, served, folder, previews)
         wall_s = time.monotonic() - started
     print_report(items, wall_s, as_json=as_json)
     raise typer.Exit(0 if all(item.error is None for item in items) else 1)

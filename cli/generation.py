@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import queue
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from omni_engine.cli.display import console
 from omni_engine.cli.pictures import PictureFolder
+from omni_engine.cli.progress import RequestProgress
 from omni_engine.engine.connection import Connection
-from omni_engine.engine.handles import RequestEvent, RequestHandle
+from omni_engine.engine.handles import RequestEvent
 from omni_engine.engine.prompts import build_requests
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
-
-_SHOWN_STATES = ("running", "waiting", "submitted")
 
 
 @dataclass
@@ -43,46 +38,12 @@ class Item:
     error: OmniError | None = None
 
 
-class RequestProgress:
-    """A bar on standard error: finished pictures of all, and how many requests are in which state.
+@dataclass(frozen=True)
+class Previews:
+    """Where pictures of unfinished requests go, and how many steps lie between two."""
 
-    Where standard error is no terminal it is one line that says that the requests were submitted.
-
-    Args:
-        pictures: how many pictures are wanted in all.
-    """
-
-    def __init__(self, pictures: int) -> None:
-        self._console = output = console(stderr=True)
-        columns = (TextColumn("pictures"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   TextColumn("{task.description}"))  # fmt: skip
-        self._progress = Progress(*columns, console=output, disable=not output.is_terminal,
-                                  transient=True, redirect_stdout=False)  # fmt: skip
-        self._task = self._progress.add_task("", total=pictures)
-        self._states: dict[str, str] = {}
-
-    def __enter__(self) -> RequestProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def submitted(self, requests: int) -> None:
-        """Say that requests are on their way."""
-        if not self._console.is_terminal:
-            self._console.print(f"submitted {requests} request{'s' if requests != 1 else ''}")
-
-    def note(self, request_id: str, state: str) -> None:
-        """Show a request's new state."""
-        self._states[request_id] = state
-        counts = Counter(self._states.values())
-        shown = [f"{counts[state]} {state}" for state in _SHOWN_STATES if counts[state]]
-        self._progress.update(self._task, description=", ".join(shown))
-
-    def advance(self, pictures: int) -> None:
-        """Show that more pictures are finished."""
-        self._progress.advance(self._task, pictures)
+    folder: PictureFolder
+    every: int
 
 
 def generate_files(
@@ -91,6 +52,7 @@ def generate_files(
     params: OmniDiffusionSamplingParams,
     model: str | None,
     folder: PictureFolder,
+    previews: Previews | None = None,
 ) -> list[Item]:
     """Submit one request per prompt, write every picture as it comes, and return all items.
 
@@ -100,6 +62,7 @@ def generate_files(
         params: for all of them.
         model: a served model's name; None for the engine's first.
         folder: takes the pictures.
+        previews: takes those of unfinished requests; None asks for none.
 
     Raises:
         OmniError: if no engine answers.
@@ -107,7 +70,9 @@ def generate_files(
     items = [Item(number, prompt) for number, prompt in enumerate(prompts, 1)]
     each = params.num_outputs_per_prompt or 1
     live: dict[str, tuple[Item, DiffusionRequest]] = {}
-    for item, request in zip(items, build_requests(prompts, params, model=model), strict=True):
+    every = None if previews is None else previews.every
+    built = build_requests(prompts, params, model=model, preview_every=every)
+    for item, request in zip(items, built, strict=True):
         if isinstance(request, OmniError):
             item.error = request
         else:
@@ -118,34 +83,46 @@ def generate_files(
         RequestProgress(each * len(items)) as progress,
     ):
         progress.advance(each * (len(items) - len(live)))
-        _follow(connection, live, folder, progress, each)
+        for item in _ended(connection, live, progress, previews):
+            _write(item, folder)
+            progress.advance(each)
     return items
 
 
-def _follow(
+def _ended(
     connection: Connection,
     live: dict[str, tuple[Item, DiffusionRequest]],
-    folder: PictureFolder,
     progress: RequestProgress,
-    each: int,
-) -> None:
+    previews: Previews | None,
+) -> Iterator[Item]:
+    """Submit the requests, show and save what is heard of them, and yield each as it ends."""
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
     handles = connection.submit([request for _, request in live.values()], events.put)
     progress.submitted(len(handles))
     open_handles = {handle.request_id: handle for handle in handles}
     while open_handles:
         event = events.get()
-        progress.note(event.request_id, event.status)
+        item, _ = live[event.request_id]
+        progress.note(event, item.prompt)
+        if previews is not None and event.preview is not None:
+            _write_preview(item, event, previews.folder)
         if event.status.startswith("finished_"):
-            _settle(live[event.request_id][0], open_handles.pop(event.request_id), folder)
-            progress.advance(each)
+            item.output = open_handles.pop(event.request_id).result(0)
+            item.error = item.output.error or item.error
+            yield item
 
 
-def _settle(item: Item, handle: RequestHandle, folder: PictureFolder) -> None:
-    item.output = output = handle.result(0)
-    item.error = output.error
-    if item.error is None:
-        try:
-            item.files = folder.write(item.number, item.prompt, output)
-        except OmniError as error:
-            item.error = error
+def _write(item: Item, folder: PictureFolder) -> None:
+    if item.output is None or item.output.error is not None:
+        return
+    try:
+        item.files = folder.write(item.number, item.prompt, item.output)
+    except OmniError as error:
+        item.error = error
+
+
+def _write_preview(item: Item, event: RequestEvent, folder: PictureFolder) -> None:
+    try:
+        folder.write_preview(item.number, item.prompt, event.step or 0, event.preview)
+    except OmniError as error:
+        item.error = error  # the picture itself is written all the same

@@ -12,6 +12,7 @@ from omni_engine.cli.display import clean, console, print_json, table
 from omni_engine.cli.options import AsJson, Connect
 
 _DIGEST_CHARS = 16
+_STEP_COLUMNS = ("steps", "mean step", "requests a step")
 
 _STATUS_HELP = "Show a running engine: stages, queues, batch sizes, workers and adapters."
 _STATUS_EPILOG = """
@@ -79,6 +80,8 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> list[Any]:
     shown = []
     for stage in stages:
         shown += [_stage(stage), _workers(stage)]
+        if stage["step_execution"]:
+            shown.append(_groups(stage))
         if stage["adapters"]:
             shown.append(_adapters(stage))
     return shown
@@ -86,35 +89,76 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def _stage(stage: Mapping[str, Any]) -> Any:
     counts = stage["requests"]
-    capacity = stage["effective_max_num_seqs"] or stage["max_num_seqs"]
     rows = {
         "model": stage["model"],
         "state": stage["state"],
         "error": (stage["error"] or {}).get("message"),
         "pipeline": stage["pipeline"] or "not loaded yet",
         "batching": stage["batching"] or "not known yet",
-        "capacity": f"{capacity} requests a batch, policy {stage['scheduling_policy']}, "
-        f"admission wait {stage['request_batch_max_wait_ms']:g} ms",
+        "mode": "step execution: requests join and leave between steps"
+        if stage["step_execution"]
+        else "whole batches",
+        "capacity": _capacity(stage),
         "requests": f"{stage['waiting']} waiting, {stage['running']} running, "
         + ", ".join(f"{counts[kind]} {kind}" for kind in ("completed", "failed", "aborted")),
-        "batch sizes": batch_sizes(stage["batch_sizes"]) or "no batch yet",
+        "steps by size" if stage["step_execution"] else "batch sizes": batch_sizes(
+            stage["batch_sizes"]
+        )
+        or "none yet",
     }
     return _pairs(f"stage {stage['stage_id']}: {stage['name']}", rows)
 
 
+def _capacity(stage: Mapping[str, Any]) -> str:
+    most = stage["effective_max_num_seqs"] or stage["max_num_seqs"]
+    policy = stage["scheduling_policy"]
+    if stage["step_execution"]:
+        return f"{most} requests a step, policy {policy}"
+    wait_ms = stage["request_batch_max_wait_ms"]
+    return f"{most} requests a batch, policy {policy}, admission wait {wait_ms:g} ms"
+
+
 def _workers(stage: Mapping[str, Any]) -> Any:
-    shown = table(f"workers of {clean(stage['name'])}", "worker", "device", "state", "process",
-                  "batches", "requests", "busy", "loaded in", "weights", "error")  # fmt: skip
+    stepped = stage["step_execution"]
+    columns = ("worker", "device", "state", "process",
+               *(_STEP_COLUMNS if stepped else ("batches",)),
+               "requests", "busy", "loaded in", "weights", "error")  # fmt: skip
+    shown = table(f"workers of {clean(stage['name'])}", *columns)
     for worker in stage["workers"]:
         load_ms, weights = worker["load_ms"], worker["parameter_bytes"]
         row = (
             worker["worker_id"], worker["device"], worker["state"], worker["pid"],
-            worker["batches"], worker["requests"], duration(worker["busy_s"]),
+            *(_steps(worker) if stepped else (worker["batches"],)),
+            worker["requests"], duration(worker["busy_s"]),
             "-" if load_ms is None else duration(load_ms / 1000),
             "-" if weights is None else f"{weights / 1e6:.1f} MB",
             (worker["error"] or {}).get("message", "-"),
         )  # fmt: skip
         shown.add_row(*map(clean, row))
+    return shown
+
+
+def _steps(worker: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return what stands under ``_STEP_COLUMNS``."""
+    if not worker["ticks"]:
+        return "0", "-", "-"
+    return (
+        str(worker["ticks"]),
+        f"{worker['mean_tick_ms']:.1f} ms",
+        f"{worker['mean_requests_per_tick']:.1f}",
+    )
+
+
+def _groups(stage: Mapping[str, Any]) -> Any:
+    shown = table(f"resident groups of {clean(stage['name'])}",
+                  "worker", "group", "adapter", "requests", "steps done")  # fmt: skip
+    for worker in stage["workers"]:
+        for group in worker["groups"]:
+            adapter, members = group["adapter"], group["requests"]
+            name = "-" if adapter is None else f"{adapter['name']}:{adapter['scale']:g}"
+            steps = ", ".join(f"{m['step_index']}/{m['num_steps'] or '?'}" for m in members)
+            row = (worker["worker_id"], group["group_id"], name, len(members), steps or "-")
+            shown.add_row(*map(clean, row))
     return shown
 
 

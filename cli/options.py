@@ -1,19 +1,13 @@
-"""The options that several commands share, each defined once.
-
-A command takes a whole group of them as one dataclass parameter; ``expand_options`` turns the group
-into the single options that typer sees.
-"""
+"""The options that several commands share, each defined once."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -133,6 +127,34 @@ class EngineOptions:
         bool | None,
         _switch("--step-execution/--no-step-execution", "Join running batches between steps."),
     ] = None
+    step_quantum: Annotated[
+        int | None,
+        _batching("--step-quantum", "Steps until another resident group has its turn.", "N"),
+    ] = None
+    max_resident_groups: Annotated[
+        int | None,
+        _batching("--max-resident-groups",
+                  "Groups (one size, one adapter) that take turns on a worker.", "N"),
+    ] = None  # fmt: skip
+    max_stall_ms: Annotated[
+        float | None,
+        _batching("--max-stall-ms",
+                  "Milliseconds per step for encoding newcomers and decoding finished pictures.",
+                  "MS"),
+    ] = None  # fmt: skip
+    prompt_cache_size: Annotated[
+        int | None,
+        _batching("--prompt-cache-size", "Outputs of the text encoders that are kept.", "N"),
+    ] = None
+    deterministic: Annotated[
+        bool | None,
+        _switch("--deterministic/--no-deterministic",
+                "Pad every forward, so that pictures don't depend on batch mates by a bit."),
+    ] = None  # fmt: skip
+    cache_backend: Annotated[
+        str | None,
+        _batching("--cache-backend", "Step caching; not available in this version.", "NAME"),
+    ] = None
     devices: Annotated[
         str | None,
         _workers("--devices", 'Such as "cuda:0,cuda:1", "0,1", "cpu" or "auto".', "DEVICES"),
@@ -235,44 +257,6 @@ def parse_assignment(flag: str, text: str, wanted: str) -> tuple[str, str]:
     if not name or not value:
         raise ConfigError(f"{flag} takes {wanted}", field=flag, value=text, expected=wanted)
     return name, value
-
-
-def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per field of each parameter that is a dataclass."""
-    hints = get_type_hints(command, include_extras=True)
-    del hints["return"]
-    groups: dict[str, Any] = {
-        n: hint for n, hint in hints.items() if dataclasses.is_dataclass(hint)
-    }
-
-    @functools.wraps(command)
-    def expanded(**given: Any) -> None:
-        for name, group in groups.items():
-            names = [field.name for field in dataclasses.fields(group)]
-            given[name] = group(**{field: given.pop(field) for field in names})
-        command(**given)
-
-    parameters = list(_single_parameters(command, hints))
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
-    return expanded
-
-
-def _single_parameters(
-    command: Callable[..., None], hints: dict[str, Any]
-) -> Iterator[inspect.Parameter]:
-    for parameter in inspect.signature(command).parameters.values():
-        hint = hints[parameter.name]
-        if not dataclasses.is_dataclass(hint):
-            kind = inspect.Parameter.KEYWORD_ONLY
-            yield parameter.replace(kind=kind, annotation=hint)
-            continue
-        types = get_type_hints(hint, include_extras=True)
-        for field in dataclasses.fields(hint):
-            yield inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY,
-                default=field.default, annotation=types[field.name],
-            )  # fmt: skip
 
 
 def _lora_module(text: str) -> dict[str, str]:

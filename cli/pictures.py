@@ -30,15 +30,17 @@ class PictureFolder:
     Args:
         path: is created where it is missing.
         fps: frames per second of videos, which are written as animated PNG files.
+        flag: the option that named the folder.
 
     Raises:
         ConfigError: if it can't be used.
     """
 
-    def __init__(self, path: Path, fps: float | None = None) -> None:
+    def __init__(self, path: Path, fps: float | None = None, flag: str = "--out") -> None:
         self._path = path
         self._fps = fps or _DEFAULT_FPS
-        make_folder(path)
+        self._flag = flag
+        make_folder(path, flag)
 
     def write(self, number: int, prompt: str, output: DiffusionOutput) -> list[Path]:
         """Write every picture of a request.
@@ -65,6 +67,20 @@ class PictureFolder:
             for index, data in enumerate(self._encoded(output))
         ]
 
+    def write_preview(self, number: int, prompt: str, step: int, picture: Any) -> Path:
+        """Write how a request looks after some of its steps.
+
+        Args:
+            number: the prompt's number, counted from 1.
+            prompt: becomes a part of the name.
+            step: steps done.
+            picture: a uint8 array of shape (height, width, 3).
+
+        Raises:
+            OutputFileError: if the operating system refuses.
+        """
+        return self._write_one(f"{number:02}-{slug(prompt)}-step-{step:04}", png_bytes([picture]))
+
     def _encoded(self, output: DiffusionOutput) -> Iterator[bytes]:
         for picture in output.images or ():
             yield png_bytes([picture])
@@ -80,14 +96,20 @@ class PictureFolder:
                 continue
             except OSError as error:
                 raise OutputFileError(
-                    f"a picture can't be written: {error.strerror}", field="--out", value=str(path)
+                    f"a picture can't be written: {error.strerror}",
+                    field=self._flag,
+                    value=str(path),
                 ) from None
             return path
         raise AssertionError("names never run out")
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, flag: str = "--out") -> None:
     """Create the folder for the pictures where it is missing.
+
+    Args:
+        path: the folder.
+        flag: the option that named it.
 
     Raises:
         ConfigError: if that can't be done.
@@ -96,7 +118,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the folder for the pictures can't be used: {error.strerror}", field="--out",
+            f"the folder for the pictures can't be used: {error.strerror}", field=flag,
             value=str(path), expected="a folder, or a path where one can be created",
         ) from None  # fmt: skip
 

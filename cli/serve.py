@@ -9,7 +9,8 @@ import typer
 
 from omni_engine.cli import interrupts
 from omni_engine.cli.display import print_line
-from omni_engine.cli.options import Endpoint, EngineOptions, LogLevel, Model, expand_options
+from omni_engine.cli.option_groups import expand_options
+from omni_engine.cli.options import Endpoint, EngineOptions, LogLevel, Model
 
 if TYPE_CHECKING:
     from omni_engine.engine.stage_runtime import StageRuntime
