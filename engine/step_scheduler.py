@@ -1,0 +1,356 @@
+"""The step-mode scheduler: who joins which resident group, on which worker, and whose turn it is.
+
+One scheduler serves one stage and all its workers; a tick is one denoiser forward. A worker keeps
+several groups of running requests, each with a key and an adapter of its own, that take turns;
+waiting requests join a group between its ticks. It is pure, as the request-mode scheduler is: no
+I/O, no threads, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from omni_engine.engine.batching import (
+    QueuedRequest,
+    RequestGroup,
+    SchedulerConfig,
+    WorkerSlot,
+)
+from omni_engine.engine.residency import MAX_OUTSTANDING, Residency, ResidentWorker
+from omni_engine.engine.residency_table import ResidencyTable
+from omni_engine.engine.scheduler_base import SchedulerBase
+from omni_engine.engine.waiting_queue import GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class StepAssignment:
+    """Requests that join a resident group of a worker, and ticks for the group to run.
+
+    Args:
+        plan_id: counts a scheduler's plans, from 0.
+        worker_id: the worker it is for.
+        group_id: the group; one that comes back after its last request ended has a new id.
+        key: the key all its requests share.
+        adapter: the adapter all its requests share, None for the base model.
+        new_ids: the requests that join, oldest first.
+        ticks: ticks to run; 0 if the requests only join, as ticks are planned already.
+    """
+
+    plan_id: int
+    worker_id: str
+    group_id: int
+    key: Hashable
+    adapter: Hashable | None
+    new_ids: tuple[str, ...]
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    """A group that takes nobody in until an overdue group has found a place."""
+
+    home: Residency
+    overdue: GroupId
+
+
+class StepScheduler(SchedulerBase):
+    """Keeps a stage's waiting and running requests and finds the waiting ones a resident group.
+
+    A request is WAITING until a plan takes it to its worker, even if it has a place in a group
+    already that has to wait for its turn.
+
+    Args:
+        config: what one group may hold, and the policy; its admission wait has no effect.
+        step_quantum: ticks a group runs before another resident group goes, at least 1.
+        max_resident_groups: groups a worker keeps at most, at least 1.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, *, step_quantum: int = 4, max_resident_groups: int = 4
+    ) -> None:
+        super().__init__(config, max_wait_ms=0.0)
+        self._quantum = step_quantum
+        self._table = ResidencyTable(config.limits, max_resident_groups)
+        self._home_of: dict[str, Residency] = {}
+        self._unsent: dict[str, QueuedRequest] = {}
+        # Waiting groups that can't join: none of their kind is resident, or takes anybody in.
+        self._homeless: set[GroupId] = set()
+        self._drain: _Drain | None = None
+        self._next_plan_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._queue) + len(self._unsent)
+
+    def waiting_ids(self) -> list[str]:
+        """Return the waiting requests' ids in arrival order; costs a sort of all of them."""
+        waiting = sorted([*self._queue, *self._unsent.values()], key=lambda request: request.seq)
+        return [request.request_id for request in waiting]
+
+    def waiting_by_key(self) -> dict[GroupId, int]:
+        """Return how many requests wait, per (key, adapter) that has any."""
+        unsent = Counter((request.key, request.adapter) for request in self._unsent.values())
+        return dict(Counter(super().waiting_by_key()) + unsent)
+
+    def worker_of(self, request_id: str) -> str | None:
+        """Return the worker that runs the request; None if it isn't running on any."""
+        home = self._home_of.get(request_id)
+        return None if home is None or request_id in home.unsent else home.worker.worker_id
+
+    def residents(self, worker_id: str) -> dict[int, tuple[str, ...]]:
+        """Return the ids of the running requests of each of a worker's groups, by group id."""
+        worker = self._table.workers.get(worker_id)
+        return {
+            home.group_id: tuple(one for one in home.members if one not in home.unsent)
+            for home in (worker.groups.values() if worker else ())
+        }
+
+    def schedule(self, slots: Sequence[WorkerSlot], now: float) -> list[StepAssignment]:
+        """Find waiting requests their places and keep each worker in plans.
+
+        Args:
+            slots: all workers that are ready, each once.
+            now: the time, in seconds.
+
+        Returns:
+            The plans to send, each worker's in order; their new requests are RUNNING from here on.
+        """
+        self._policy.advance(now)
+        self._see_workers(slots)
+        self._settle_homeless()
+        self._update_drain()
+        if not self._policy.in_order:
+            self._join()
+        return [plan for worker in self._table.ready for plan in self._plans_for(worker)]
+
+    def on_tick(
+        self,
+        worker_id: str,
+        plan_id: int,
+        ticks: int,
+        tick_ms: float,
+        plan_done: bool,
+        now: float,
+    ) -> None:
+        """Take note of a worker's report; one about a plan that no longer counts is passed over.
+
+        Args:
+            worker_id: the worker.
+            plan_id: the plan that it runs.
+            ticks: ticks run since its last report.
+            tick_ms: milliseconds they took.
+            plan_done: whether the plan's ticks are over.
+            now: the time, in seconds.
+        """
+        worker = self._table.workers.get(worker_id)
+        home = None if worker is None else worker.outstanding.get(plan_id)
+        if worker is None or home is None:
+            return
+        home.note_ticks(ticks, tick_ms)
+        if plan_done:
+            del worker.outstanding[plan_id]
+            home.outstanding -= 1
+            self._leave_if_over(home)
+
+    def forget_worker(self, worker_id: str) -> list[str]:
+        """Drop the residency of a worker that is lost; its requests without a run wait on.
+
+        Returns:
+            The ids of the requests it ran, in arrival order, for ``requeue`` or ``finish``.
+        """
+        worker = self._table.workers.get(worker_id)
+        if worker is None:
+            return []
+        self._recall_unsent(worker)
+        homes = list(worker.groups.values())
+        self._table.remove_worker(worker)
+        for home in homes:
+            self._refile(home.key_and_adapter)
+        running = [request for home in homes for request in home.members.values()]
+        for request in running:
+            del self._home_of[request.request_id]
+        return [one.request_id for one in sorted(running, key=lambda request: request.seq)]
+
+    def drain_waiting(self) -> list[str]:
+        """Forget all waiting requests and return their ids in arrival order."""
+        for worker in self._table.workers.values():
+            self._recall_unsent(worker)
+        return super().drain_waiting()
+
+    # Admission
+
+    def _see_workers(self, slots: Sequence[WorkerSlot]) -> None:
+        for worker in self._table.see(slots):
+            if not worker.ready:
+                self._recall_unsent(worker)
+            for key_and_adapter in worker.groups:
+                self._refile(key_and_adapter)
+
+    def _settle_homeless(self) -> None:
+        """Give free places to groups that have none; under ``fifo`` go on to joins, in order."""
+        in_order = self._policy.in_order
+        while in_order or self._table.free_places:
+            pick = self._overdue_pick() or self._policy.pick(
+                self._queue, self._table.slots_with_place()
+            )
+            if pick is None:
+                return
+            group, size = pick
+            # As many as find room: a group that got a place isn't picked again, it joins.
+            wanted = size if in_order else group.size
+            entered = self._enter(group, wanted)
+            if not entered or (in_order and entered < wanted):
+                return
+
+    def _overdue_pick(self) -> tuple[RequestGroup, int] | None:
+        """Return the group for which another was drained."""
+        if self._drain is None or self._drain.overdue not in self._homeless:
+            return None
+        group = self._queue.group(self._drain.overdue)
+        return None if group is None else (group, group.size)
+
+    def _update_drain(self) -> None:
+        """Drain the group that is resident longest while an overdue group finds no place."""
+        drain = self._drain
+        if drain is not None:
+            if (
+                drain.home.worker.ready
+                and not drain.home.closed
+                and drain.overdue in self._homeless
+            ):
+                return
+            self._drain = None
+            drain.home.draining = False
+            self._refile(drain.home.key_and_adapter)
+        if self._table.free_places:
+            return
+        overdue = self._policy.overdue(self._queue)
+        home = None if overdue is None else self._table.longest_admitting()
+        if overdue is not None and home is not None:
+            home.draining = True
+            self._drain = _Drain(home, (overdue.key, overdue.adapter))
+            self._refile(home.key_and_adapter)
+
+    def _join(self) -> None:
+        """Let waiting requests of resident groups join them, or open another where it's spare."""
+        joining = [
+            group
+            for key_and_adapter in self._table.resident()
+            if key_and_adapter not in self._homeless
+            and (group := self._queue.group(key_and_adapter))
+        ]
+        for group in sorted(joining, key=_head_seq):
+            self._enter(group, group.size)
+
+    def _enter(self, group: RequestGroup, most: int) -> int:
+        """Give the oldest ``most`` of a group's requests places until one finds none."""
+        key_and_adapter = (group.key, group.adapter)
+        entered: list[tuple[QueuedRequest, Residency]] = []
+        for request in islice(group, most):
+            home = self._find_home(key_and_adapter, request)
+            if home is None:
+                break
+            home.put(request)
+            entered.append((request, home))
+        if entered:
+            self._queue.take(group, len(entered))
+        for request, home in entered:
+            self._home_of[request.request_id] = home
+            self._unsent[request.request_id] = request
+        return len(entered)
+
+    def _find_home(self, key_and_adapter: GroupId, request: QueuedRequest) -> Residency | None:
+        """Return where ``request`` fits on the least loaded worker, opening a group if need be."""
+        may_open = self._policy.in_order or key_and_adapter in self._homeless
+        # A group spreads over several workers on places that no group without one waits for.
+        may_open = may_open or self._table.free_places > len(self._homeless)
+        found = self._table.find(key_and_adapter, request, may_open)
+        if found is None:
+            return None
+        worker, home = found
+        if home is None:
+            home = self._table.open(worker, request)
+            self._refile(key_and_adapter)
+        return home
+
+    # Plans
+
+    def _plans_for(self, worker: ResidentWorker) -> Iterator[StepAssignment]:
+        while len(worker.outstanding) < MAX_OUTSTANDING and (
+            choice := worker.next_plan(self._quantum)
+        ):
+            home, ticks = choice
+            plan = self._plan(home, ticks)
+            home.last_plan = plan.plan_id
+            home.outstanding += 1
+            worker.outstanding[plan.plan_id] = home
+            yield plan
+        for home in worker.groups.values():
+            if home.unsent and home.outstanding:
+                yield self._plan(home, 0)
+
+    def _plan(self, home: Residency, ticks: int) -> StepAssignment:
+        new_ids = home.send()
+        for request_id in new_ids:
+            del self._unsent[request_id]
+        plan_id = self._next_plan_id
+        self._next_plan_id += 1
+        return StepAssignment(
+            plan_id,
+            home.worker.worker_id,
+            home.group_id,
+            home.key,
+            home.adapter,
+            new_ids,
+            ticks,
+        )
+
+    # Leaving
+
+    def _on_change(self, group: RequestGroup) -> None:
+        key_and_adapter = (group.key, group.adapter)
+        if group.size and not self._table.admits(key_and_adapter):
+            self._homeless.add(key_and_adapter)
+            self._policy.on_change(group)
+        else:
+            self._homeless.discard(key_and_adapter)
+            self._policy.set_aside(group)
+
+    def _refile(self, key_and_adapter: GroupId) -> None:
+        """Take note that a group may have gained or lost a residency that admits."""
+        if group := self._queue.group(key_and_adapter):
+            self._on_change(group)
+
+    def _withdraw(self, request: QueuedRequest) -> None:
+        if self._unsent.pop(request.request_id, None) is None:
+            super()._withdraw(request)
+        else:
+            self._release(request)
+
+    def _release(self, request: QueuedRequest) -> None:
+        home = self._home_of.pop(request.request_id, None)
+        if home is not None:  # None if its worker is lost
+            home.drop(request)
+            self._leave_if_over(home)
+
+    def _recall_unsent(self, worker: ResidentWorker) -> None:
+        """Put a worker's unsent requests back to wait for any place."""
+        unsent = [one for home in worker.groups.values() for one in home.unsent.values()]
+        for request in unsent:
+            del self._unsent[request.request_id]
+            self._release(request)
+        self._queue.put_back(unsent)
+
+    def _leave_if_over(self, home: Residency) -> None:
+        if home.is_over:
+            self._table.close(home)
+            self._refile(home.key_and_adapter)
+
+
+def _head_seq(group: RequestGroup) -> int:
+    assert group.head is not None  # the queue keeps no empty group
+    return group.head.seq
