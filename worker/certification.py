@@ -19,7 +19,7 @@ from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.row_calls import CallBuilder, Row, unpack
-from omni_engine.worker.views import denoisers, is_exclusive
+from omni_engine.worker.views import autoencoders, denoisers, is_exclusive, text_encoders
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +43,50 @@ def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
     """
     if is_exclusive(pipe):
         return FusionReport(False, "request by request: it rewires its model during a call")
-    modules = denoisers(pipe)
-    if not modules:
+    if not denoisers(pipe):
         return FusionReport(False, "request by request: it has no denoiser to share")
     failure = ""
     for inputs in dict.fromkeys((capabilities.required_inputs, capabilities.inputs)):
         try:
-            return _compare(pipe, modules, synthetic_requests(capabilities, inputs))
+            return _compare(pipe, synthetic_requests(capabilities, inputs))
         except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
             failure = str(error)
     logger.warning("%s can't be certified: %s", capabilities.pipeline, failure)
     return FusionReport(False, f"request by request: certification failed ({failure})")
 
 
-def _compare(
-    pipe: Any, modules: list[torch.nn.Module], requests: list[DiffusionRequest]
-) -> FusionReport:
-    alone, unfused = _pictures(pipe, modules, requests, fused=False)
-    together, stepper = _pictures(pipe, modules, requests, fused=True)
-    if stepper.forwards == unfused.forwards:
-        return FusionReport(False, "request by request: it is not clear how its calls combine")
-    dtype = next(modules[0].parameters()).dtype
-    return _judge(alone, together, stepper, dtype)
+def make_stepper(pipe: Any, report: FusionReport, **options: Any) -> CooperativeStepper:
+    """Return a stepper around a pipeline that shares what was certified.
+
+    Args:
+        pipe: a diffusers pipeline.
+        report: what certification found.
+        options: see ``CooperativeStepper``.
+    """
+    return CooperativeStepper(
+        pipe,
+        denoisers(pipe),
+        encoders=text_encoders(pipe) if report.encoders else (),
+        autoencoders=autoencoders(pipe),
+        fused=report.fused,
+        **options,
+    )
+
+
+def _compare(pipe: Any, requests: list[DiffusionRequest]) -> FusionReport:
+    """Compare alone with together, at first with shared text encoders, then without."""
+    alone, unfused = _pictures(pipe, requests, FusionReport(False, ""))
+    dtype = next(denoisers(pipe)[0].parameters()).dtype
+    report = FusionReport(False, "")
+    for encoders in (True, False):
+        together, stepper = _pictures(pipe, requests, FusionReport(True, "", encoders=encoders))
+        if stepper.forwards == unfused.forwards:
+            note = "request by request: it is not clear how its calls combine"
+            return FusionReport(False, note, encoders=encoders)
+        report = _judge(alone, together, stepper, dtype, encoders=encoders)
+        if report.fused:
+            break
+    return report
 
 
 def synthetic_requests(
@@ -115,10 +137,10 @@ def _synthetic(
 
 
 def _pictures(
-    pipe: Any, modules: list[torch.nn.Module], requests: list[DiffusionRequest], *, fused: bool
+    pipe: Any, requests: list[DiffusionRequest], report: FusionReport
 ) -> tuple[list[Any], CooperativeStepper]:
     builder = CallBuilder(pipe)
-    stepper = CooperativeStepper(pipe, modules, fused=fused)
+    stepper = make_stepper(pipe, report)
     try:
         calls = [
             stepper.start(builder.single(Row(request, 0)), request.seed, request.request_id)
@@ -137,17 +159,26 @@ def _picture(call: CooperativeCall) -> Any:
 
 
 def _judge(
-    alone: list[Any], together: list[Any], stepper: CooperativeStepper, dtype: torch.dtype
+    alone: list[Any],
+    together: list[Any],
+    stepper: CooperativeStepper,
+    dtype: torch.dtype,
+    *,
+    encoders: bool,
 ) -> FusionReport:
     difference = max(float(np.abs(a - b).max()) for a, b in zip(alone, together, strict=True))
     tolerance = TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE)
     found = f"certified at load: fused differs from alone by {difference:.1e} at most"
     if not difference <= tolerance:  # NaN is no pass
-        return FusionReport(
-            False,
+        note = (
             f"request by request: sharing forwards changes pictures by {difference:.1e}, "
-            f"more than {tolerance:.0e}",
+            f"more than {tolerance:.0e}"
         )
-    if stepper.fallbacks:
-        return FusionReport(False, "request by request: shared forwards fail")
-    return FusionReport(True, f"requests share the denoiser's forwards ({found})")
+        return FusionReport(False, note, encoders=encoders)
+    if stepper.fallbacks and not encoders:
+        return FusionReport(False, "request by request: shared forwards fail", encoders=encoders)
+    return FusionReport(
+        not stepper.fallbacks,
+        f"requests share the denoiser's forwards ({found})",
+        encoders=encoders,
+    )

@@ -1,115 +1,28 @@
 """Cooperative stepping: many unmodified pipeline calls under way at once, sharing forwards.
 
-Each request runs its pipeline's ``__call__`` in a greenlet, on a view of the pipeline. The forward
-of the shared modules is wrapped on the instance: a call from inside a request's greenlet is
-suspended with its arguments. A tick groups the suspended calls, runs one forward per group, and
+Each request runs its pipeline's ``__call__`` in a greenlet, on a view of the pipeline. The heavy
+methods of the shared modules are suspension points: a call from inside a request's greenlet is
+suspended with its arguments. The stepper groups suspended calls, runs one forward per group, and
 resumes every greenlet with its part of the result, up to its next call or its end.
 
-A call whose form is not understood runs alone; when a fused forward fails its members run alone and
-only the culprit gets the error. The wrapper must stay outside of anything compiled.
+A call whose form is not understood runs alone; when a shared forward fails its members run alone
+and only the culprit gets the error.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 
-from omni_engine.worker.fusion import Call, CallReader, Fusion
-from omni_engine.worker.process_state import ProcessState, RandomState
-from omni_engine.worker.views import is_exclusive, make_view
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """What a request's forwards cost and whom it shared them with."""
-
-    forwards: int = 0
-    shared_with: int = 0
-    largest: int = 0
-
-    def add(self, requests: int) -> None:
-        """Count one forward that ``requests`` requests took part in."""
-        self.forwards += 1
-        self.shared_with += requests
-        self.largest = max(self.largest, requests)
-
-
-class CooperativeCall:
-    """One pipeline call under way.
-
-    Args:
-        pipe: the shared pipeline; the call runs on a view of it.
-        arguments: of its ``__call__``.
-        seed: seeds the call's own copy of the global random state.
-        owner: the request it belongs to; several calls may have one owner.
-
-    Attributes:
-        pending: the forward it is suspended in, or None.
-        result: what the call returned.
-        error: what it raised; its traceback is dropped, since it would keep tensors alive.
-        done: whether it has ended.
-        aborted: whether it was ended by ``abort``.
-        counts: of its forwards.
-    """
-
-    def __init__(self, pipe: Any, arguments: dict[str, Any], seed: int, owner: str) -> None:
-        self.owner = owner
-        self.pending: Call | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.done = self.aborted = False
-        self.counts = StepCounts()
-        self._state = ProcessState(ProcessState.current().modes, RandomState.seeded(seed))
-        self._greenlet: Any = greenlet(self._run)
-        self._greenlet.call = self
-        self._view, self._arguments = make_view(pipe), arguments
-
-    def suspend(self, call: Call) -> Any:
-        """Leave the request in a forward; returns that forward's output when it is resumed."""
-        self.pending = call
-        return self._greenlet.parent.switch()
-
-    def resume(self, output: Any = None) -> None:
-        """Enter the request with a forward's output and run it to its next forward or its end."""
-        self._enter(lambda: self._greenlet.switch(output))
-
-    def fail(self, error: BaseException) -> None:
-        """Enter the request with an error where it waits for a forward."""
-        self._enter(lambda: self._greenlet.throw(error))
-
-    def abort(self) -> None:
-        """Unwind the request; its tensors are free when this returns."""
-        if not self.done:
-            self._enter(lambda: self._greenlet.throw(GreenletExit()))
-
-    def _enter(self, switch: Callable[[], Any]) -> None:
-        hub = ProcessState.current()
-        self.pending = None
-        self._greenlet.parent = getcurrent()
-        self._state.apply()
-        try:
-            switch()
-        finally:
-            self._state = ProcessState.current()
-            hub.apply()
-
-    def _run(self, _: Any) -> None:
-        try:
-            self.result = self._view(**self._arguments)
-        except GreenletExit:
-            self.aborted = True
-        except Exception as error:  # noqa: BLE001  # boundary: one request
-            self.error = error.with_traceback(None)
-        finally:
-            self.done = True
-            del self._view, self._arguments
+from omni_engine.worker.call_rules import Kind
+from omni_engine.worker.cooperative_call import Answer as Answer
+from omni_engine.worker.cooperative_call import CooperativeCall as CooperativeCall
+from omni_engine.worker.prompt_cache import PromptCache
+from omni_engine.worker.shared_forwards import SharedForwards
+from omni_engine.worker.suspension import Role, SuspensionPoint
+from omni_engine.worker.views import is_exclusive
 
 
 class CooperativeStepper:
@@ -117,53 +30,130 @@ class CooperativeStepper:
 
     Args:
         pipe: a diffusers pipeline.
-        modules: those whose forwards are shared; they are wrapped until ``close``.
+        denoisers: modules whose forwards are shared; they are wrapped until ``close``.
+        encoders: text encoders: shared, and remembered by prompt.
+        autoencoders: modules whose decodes may wait.
         max_rows: most rows of one forward.
-        fused: False runs every call's forwards alone: always exact.
+        fused: False runs every call alone: always exact.
+        pad_calls_to: with a number, every denoiser forward holds exactly so many calls, and
+            encoders and decoders run alone: results don't depend on company by a single bit.
+        prompt_cache_size: encoder outputs remembered.
+        observed: how the arguments of a module combine, as far as probing found out.
+
+    Attributes:
+        live: the calls under way.
+        prompts: encoder outputs.
     """
 
     def __init__(
         self,
         pipe: Any,
-        modules: Iterable[torch.nn.Module],
+        denoisers: Iterable[torch.nn.Module],
         *,
+        encoders: Iterable[torch.nn.Module] = (),
+        autoencoders: Iterable[torch.nn.Module] = (),
         max_rows: int = 64,
         fused: bool = True,
+        pad_calls_to: int | None = None,
+        prompt_cache_size: int = 0,
+        observed: Mapping[torch.nn.Module, Mapping[str, Kind]] | None = None,
     ) -> None:
         self._pipe = pipe
-        self._max_rows = max_rows
-        self.fused = fused and not is_exclusive(pipe)
-        self._fusion = Fusion()
-        self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self.prompts = PromptCache(prompt_cache_size)
+        self._shared = SharedForwards(
+            fused=fused and not is_exclusive(pipe),
+            max_rows=max_rows,
+            pad_calls_to=pad_calls_to,
+            prompts=self.prompts,
+        )
         self.live: list[CooperativeCall] = []
-        self.forwards = self.rows = self.fallbacks = self.direct_forwards = 0
-        for module in modules:
-            if module not in self._forwards:
-                self._wrap(module)
+        self._points: list[SuspensionPoint] = []
+        for role, modules in (
+            (Role.DENOISE, denoisers),
+            (Role.ENCODE, encoders),
+            (Role.DECODE, autoencoders),
+        ):
+            for module in dict.fromkeys(modules):
+                self._points.append(SuspensionPoint(module, role, (observed or {}).get(module)))
 
-    def start(self, arguments: dict[str, Any], seed: int, owner: str) -> CooperativeCall:
-        """Begin a call and run it to its first shared forward; see ``CooperativeCall``."""
-        call = CooperativeCall(self._pipe, arguments, seed, owner)
+    @property
+    def fused(self) -> bool:
+        """Whether calls share forwards."""
+        return self._shared.fused
+
+    @property
+    def forwards(self) -> int:
+        """Denoiser forwards that ran."""
+        return self._shared.forwards
+
+    @property
+    def rows(self) -> int:
+        """Rows in the denoiser forwards that ran."""
+        return self._shared.rows
+
+    @property
+    def fallbacks(self) -> int:
+        """Shared forwards that failed, so that their members ran alone."""
+        return self._shared.fallbacks
+
+    @property
+    def direct_forwards(self) -> int:
+        """Denoiser forwards from outside of any request's greenlet."""
+        return sum(p.direct_calls for p in self._points if p.role is Role.DENOISE)
+
+    def use_adapter(self, identity: Hashable) -> None:
+        """Take note of the active adapter: remembered prompts depend on it."""
+        self._shared.adapter = identity
+
+    def start(
+        self, arguments: dict[str, Any], seed: int, owner: str, **options: Any
+    ) -> CooperativeCall:
+        """Begin a call and run it to its first suspension; see ``CooperativeCall``."""
+        call = CooperativeCall(self._pipe, arguments, seed, owner, **options)
         call.resume()
         if not call.done:
             self.live.append(call)
         return call
 
+    def encode(self, calls: Iterable[CooperativeCall]) -> None:
+        """Run text encoders until none of the calls waits for one."""
+        waiting = list(calls)
+        while waiting := [call for call in waiting if call.waits_for is Role.ENCODE]:
+            for call in waiting:
+                if (answer := self._shared.remembered(call)) is not None:
+                    self.resume(call, answer)
+            self.step([call for call in waiting if call.waits_for is Role.ENCODE])
+
+    def step(self, calls: Iterable[CooperativeCall]) -> None:
+        """Run one forward for every group of the calls' suspended calls, and resume them."""
+        for call, answer in self.forward(calls).items():
+            self.resume(call, answer)
+
+    def forward(self, calls: Iterable[CooperativeCall]) -> dict[CooperativeCall, Answer]:
+        """Run one forward for every group of the calls' suspended calls, without resuming them."""
+        return self._shared.run(calls)
+
+    def answer_alone(self, call: CooperativeCall) -> Answer:
+        """Run a suspended call by itself, uncounted, or remember its answer."""
+        if call.pending is None:
+            return Answer()
+        return self._shared.remembered(call) or self._shared.run_alone(call.pending)
+
+    def resume(self, call: CooperativeCall, answer: Answer) -> None:
+        """Resume a call; one that ends is forgotten."""
+        call.resume(answer)
+        self._forget_ended(call)
+
     def tick(self) -> None:
-        """Run one forward for every group of suspended calls and resume them."""
-        groups: dict[Any, list[CooperativeCall]] = {}
-        for call in self.live:
-            if call.pending is not None:
-                groups.setdefault(self._key(call.pending), []).append(call)
-        for members in groups.values():
-            for part in self._parts(members):
-                self._run_group(part)
-        self.live = [call for call in self.live if not call.done]
+        """Encode for newcomers, run one denoiser forward per group, decode for finishers."""
+        self.encode(self.live)
+        self.step([call for call in self.live if call.waits_for is Role.DENOISE])
+        self.step([call for call in self.live if call.waits_for is Role.DECODE])
 
     def abort(self, call: CooperativeCall) -> None:
         """End a call; its slot and tensors are free when this returns."""
         call.abort()
-        self.live = [other for other in self.live if not other.done]
+        self._forget_ended(call)
 
     def run(self) -> None:
         """Tick until every call has ended."""
@@ -171,78 +161,13 @@ class CooperativeStepper:
             self.tick()
 
     def close(self) -> None:
-        """End all calls and restore the modules' forwards."""
+        """End all calls and restore the modules' methods."""
         for call in list(self.live):
             self.abort(call)
-        for module in self._forwards:
-            module.__dict__.pop("forward", None)
-        self._forwards.clear()
+        for point in self._points:
+            point.remove()
+        self._points.clear()
 
-    def _wrap(self, module: torch.nn.Module) -> None:
-        original = module.forward
-        reader = CallReader(module, original)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = getattr(getcurrent(), "call", None)
-            if call is None:
-                self.direct_forwards += 1
-                return original(*args, **kwargs)
-            return call.suspend(reader.read(args, kwargs))
-
-        forward.__signature__ = reader.signature  # type: ignore[attr-defined]
-        self._forwards[module] = original
-        module.forward = forward
-
-    def _key(self, call: Call) -> Any:
-        if not self.fused:
-            return id(call)
-        try:
-            return self._fusion.key(call)
-        except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-            logger.warning("a call of %s can't be shared: %s", type(call.module).__name__, error)
-            return id(call)
-
-    def _parts(self, members: list[CooperativeCall]) -> list[list[CooperativeCall]]:
-        """Split a group so that no forward has more than ``max_rows`` rows."""
-        parts: list[list[CooperativeCall]] = []
-        rows = self._max_rows + 1
-        for member in members:
-            more = member.pending.rows if member.pending is not None else 0
-            if rows + more > self._max_rows:
-                parts.append([])
-                rows = 0
-            parts[-1].append(member)
-            rows += more
-        return parts
-
-    def _run_group(self, members: Sequence[CooperativeCall]) -> None:
-        calls = [member.pending for member in members if member.pending is not None]
-        try:
-            outputs = self._forward(calls)
-        except Exception as error:  # noqa: BLE001  # boundary: one batch
-            if len(members) > 1:
-                self.fallbacks += 1
-                logger.warning("a forward shared by %d failed (%s); each runs alone",
-                               len(members), error)  # fmt: skip
-                for member in members:
-                    self._run_group([member])
-                return
-            members[0].fail(error.with_traceback(None))
-            return
-        requests = len({member.owner for member in members})
-        for member, output in zip(members, outputs, strict=True):
-            member.counts.add(requests)
-            member.resume(output)
-
-    def _forward(self, calls: Sequence[Call]) -> list[Any]:
-        hub = ProcessState.current()
-        calls[0].modes.apply()
-        try:
-            arguments = self._fusion.fuse(calls)
-            output = self._forwards[calls[0].module](*calls[0].positional, **arguments)
-            parts = self._fusion.split(output, calls, arguments)
-        finally:
-            hub.modes.apply()
-        self.forwards += 1
-        self.rows += sum(call.rows for call in calls)
-        return parts
+    def _forget_ended(self, call: CooperativeCall) -> None:
+        if call.done and call in self.live:
+            self.live.remove(call)

@@ -1,190 +1,250 @@
-"""Gives any diffusers pipeline the request-batch contract.
+"""Gives any diffusers pipeline both contracts: request batches and steps.
 
-A batch runs as one list call for families known to be exact that way, else by cooperative stepping
-with shared forwards where that was certified at load, else row by row, which is always exact.
+Steps are those of cooperative stepping. A request batch runs as a wave of steps from start to end,
+or as one list call where that is exact and was faster at load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
+from omni_engine.protocol.errors import ModelError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
-from omni_engine.protocol.plans import PipelineCapabilities
+from omni_engine.protocol.plans import PipelineCapabilities, StepState
 from omni_engine.protocol.requests import DiffusionRequest
-from omni_engine.stages.contracts import DiffusionRequestBatch
-from omni_engine.stages.families import family_of
+from omni_engine.stages.contracts import DiffusionRequestBatch, StepBatch, StepRequestState
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.certification import certify
-from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
-from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.cooperative import Answer, CooperativeCall, CooperativeStepper
+from omni_engine.worker.previews import PreviewMaker
+from omni_engine.worker.results import make_output
 from omni_engine.worker.row_calls import CallBuilder, Row, rows_of, unpack
-from omni_engine.worker.signatures import diffusers_capabilities
-from omni_engine.worker.tensors import tensor_to_wire, to_uint8
-from omni_engine.worker.views import denoisers
+from omni_engine.worker.samplers import with_sampler
+from omni_engine.worker.step_counts import StepCounts
+from omni_engine.worker.suspension import Role
+from omni_engine.worker.wave import OnStates, run_wave
 
-_LIST_CALL_NOTE = "one list call per batch (this family is exact that way)"
+
+@dataclass(slots=True, eq=False)
+class CooperativeState(StepRequestState):
+    """A picture whose pipeline call is under way."""
+
+    call: CooperativeCall | None = None
+
+    @property
+    def denoised(self) -> bool:
+        """Whether the call has ended or waits for its decode."""
+        assert self.call is not None
+        return self.call.waits_for not in (Role.DENOISE, Role.ENCODE)
+
+    @property
+    def counts(self) -> StepCounts | None:
+        """The call's forwards; None before it has begun."""
+        return None if self.call is None else self.call.counts
 
 
-class DiffusersRequestPipeline:
-    """The request-batch contract around a diffusers pipeline.
+class DiffusersPipeline:
+    """A diffusers pipeline under the request-batch and the stepwise contract.
 
     Args:
         pipe: a loaded pipeline; called unmodified.
+        stepper: wraps it.
+        capabilities: what it can do.
         aborts: consulted between steps.
+        list_call: whether request batches run as one list call.
     """
 
-    def __init__(self, pipe: Any, aborts: AbortFlags) -> None:
-        self.pipe = pipe
+    supports_step_execution = True
+
+    def __init__(
+        self,
+        pipe: Any,
+        stepper: CooperativeStepper,
+        capabilities: PipelineCapabilities,
+        aborts: AbortFlags,
+        *,
+        list_call: bool = False,
+    ) -> None:
+        self.pipe, self.stepper, self.capabilities = pipe, stepper, capabilities
+        self.supports_request_batch = capabilities.supports_request_batch
         self._aborts = aborts
+        self.list_call = list_call
         self._builder = CallBuilder(pipe)
-        self._list_call = family_of(type(pipe).__name__).exact_list_call
-        self._capabilities = diffusers_capabilities(pipe, self._report(pipe))
-        self.supports_request_batch = self._capabilities.supports_request_batch
-        self._stepper = CooperativeStepper(pipe, denoisers(pipe), fused=self.supports_request_batch)
+        self._previews = PreviewMaker(pipe, stepper)
 
-    def capabilities(self) -> PipelineCapabilities:
-        """Describe the pipeline for admission and the compatibility key."""
-        return self._capabilities
+    # -- request batches
 
-    def forward(self, batch: DiffusionRequestBatch) -> list[DiffusionOutput]:
+    def forward(
+        self, batch: DiffusionRequestBatch, on_states: OnStates | None = None
+    ) -> list[DiffusionOutput]:
         """Run the batch; a request that fails or was aborted carries its error.
 
         Raises:
             RequestAbortedError: when every request of a list call was aborted.
         """
-        rows = rows_of(batch.requests)
-        if self._list_call:
-            return self._run_list_call(rows, batch)
-        return self._run_cooperatively(rows, batch)
+        if self._runs_as_list(batch):
+            return self.run_list_call(batch, on_states)
+        return self.run_wave(batch, on_states)
 
-    def _report(self, pipe: Any) -> FusionReport:
-        if self._list_call:
-            return FusionReport(True, _LIST_CALL_NOTE)
-        return certify(pipe, diffusers_capabilities(pipe, FusionReport(False, "")))
-
-    # -- one list call
-
-    def _run_list_call(
-        self, rows: Sequence[Row], batch: DiffusionRequestBatch
+    def run_wave(
+        self, batch: DiffusionRequestBatch, on_states: OnStates | None = None
     ) -> list[DiffusionOutput]:
-        steps = _StepCounter(self._aborts, batch.request_ids)
-        arguments = self._with_callback(self._builder.batch(rows), steps)
-        before = self._stepper.direct_forwards
+        """Step the batch from start to end, request by request if forwards can't be shared."""
+        one_at_a_time = not self.supports_request_batch
+        return run_wave(self, batch, self._aborts.is_set, on_states, one_at_a_time=one_at_a_time)
+
+    def run_list_call(
+        self, batch: DiffusionRequestBatch, on_states: OnStates | None = None
+    ) -> list[DiffusionOutput]:
+        """Run the batch as one call of the pipeline with lists."""
+        rows = rows_of(batch.requests)
+        steps = _ListCallSteps(self._aborts, batch.requests, on_states)
+        arguments = self._builder.batch(rows)
+        if "callback_on_step_end" in self._builder.parameters:
+            arguments["callback_on_step_end"] = steps
+        before = self.stepper.direct_forwards
         torch.manual_seed(rows[0].seed)  # pipelines that draw from global state stay reproducible
         made = unpack(self.pipe(**arguments), latents=rows[0].wants_latents)
         if len(made) != len(rows):
             raise ModelError(f"the pipeline returned {len(made)} results for {len(rows)} rows")
-        forwards = self._stepper.direct_forwards - before
+        metrics = OutputMetrics(
+            num_steps=steps.count,
+            num_forwards=self.stepper.direct_forwards - before,
+            mean_batch_size=batch.num_reqs,
+            max_batch_size=batch.num_reqs,
+        )
         remaining = iter(made)
         return [
-            _output(
+            make_output(
                 request,
                 [next(remaining) for _ in range(request.num_outputs)],
-                _metrics(steps.count, forwards, batch.num_reqs, batch.num_reqs),
+                dataclasses.replace(metrics),
             )
             for request in batch.requests
         ]
 
-    # -- cooperative stepping
+    def _runs_as_list(self, batch: DiffusionRequestBatch) -> bool:
+        wants_own = any(r.sampling_params.sampler or r.preview_every for r in batch.requests)
+        return self.list_call and not wants_own
 
-    def _run_cooperatively(
-        self, rows: Sequence[Row], batch: DiffusionRequestBatch
-    ) -> list[DiffusionOutput]:
-        """Run rows together, or, where that was not certified, one after the other."""
-        steps = {row: _StepCounter(self._aborts, ()) for row in rows}
-        calls: dict[Row, CooperativeCall] = {}
-        for row in rows:
-            calls[row] = self._start(row, steps[row])
-            if not self.supports_request_batch:
-                self._run_to_end(calls)
-        self._run_to_end(calls)
-        return [
-            self._collect(request, [row for row in rows if row.request is request], calls, steps)
-            for request in batch.requests
-        ]
+    # -- steps
 
-    def _run_to_end(self, calls: dict[Row, CooperativeCall]) -> None:
-        while self._stepper.live:
-            self._stepper.tick()
-            for row, call in calls.items():
-                if self._aborts.is_set(row.request.request_id):
-                    self._stepper.abort(call)
+    def make_state(self, request: DiffusionRequest, row: int) -> CooperativeState:
+        """Return the state of one picture."""
+        return CooperativeState(request, row)
 
-    def _start(self, row: Row, steps: _StepCounter) -> CooperativeCall:
-        arguments = self._with_callback(self._builder.single(row), steps)
-        return self._stepper.start(arguments, row.seed, row.request.request_id)
+    def prepare_encode(self, state: CooperativeState) -> None:
+        """Begin a picture's call and run it to its first denoiser forward."""
+        (error,) = self.prepare_encode_batch([state])
+        if error is not None:
+            raise error
 
-    def _collect(
+    def prepare_encode_batch(
+        self, states: Sequence[CooperativeState]
+    ) -> list[BaseException | None]:
+        """Begin the calls of several pictures, which share their text encoders' forwards."""
+        for state in states:
+            row, request = Row(state.request, state.row), state.request
+            state.call = self.stepper.start(
+                self._builder.single(row),
+                row.seed,
+                request.request_id,
+                scheduler=with_sampler(self.pipe, request.sampling_params.sampler, row.seed),
+                preview_every=request.preview_every if state.row == 0 else None,
+            )
+        calls = [state.call for state in states if state.call is not None]
+        self.stepper.encode(calls)
+        for state in states:
+            _note_progress(state)
+        return [call.error for call in calls]
+
+    def denoise_step(self, batch: StepBatch, states: Sequence[CooperativeState]) -> list[Answer]:
+        """Run one forward for every group of calls that can share it."""
+        answers = self.stepper.forward(_call(state) for state in states)
+        return [answers[_call(state)] for state in states]
+
+    def step_scheduler(self, state: CooperativeState, noise_pred: Answer) -> None:
+        """Resume a call with its part of the forward; it takes its own guidance and step."""
+        call = _call(state)
+        self.stepper.resume(call, noise_pred)
+        _note_progress(state)
+        if call.error is not None:
+            raise call.error
+
+    def post_decode(self, state: CooperativeState) -> Any:
+        """Run a call to its end; None if it needs the denoiser again."""
+        (result,) = self.post_decode_batch([state])
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def post_decode_batch(self, states: Sequence[CooperativeState]) -> list[Any]:
+        """Decode several pictures, small ones together."""
+        self.stepper.step([_call(state) for state in states if not _call(state).done])
+        return [self._result(state) for state in states]
+
+    def release(self, state: CooperativeState) -> None:
+        """Forget a picture; what is under way is unwound."""
+        if state.call is not None:
+            self.stepper.abort(state.call)
+            state.call = None
+
+    def preview(self, state: CooperativeState) -> Any:
+        """Return a picture of what the result will look like, or None."""
+        row = Row(state.request, state.row)
+        return self._previews.make(_call(state), self._builder.single(row), row.seed)
+
+    def _result(self, state: CooperativeState) -> Any:
+        call = _call(state)
+        if call.error is not None:
+            return call.error
+        if not call.done:
+            return None
+        try:
+            return unpack(call.result, latents=Row(state.request, state.row).wants_latents)[0]
+        except ModelError as error:
+            return error
+
+
+def _call(state: CooperativeState) -> CooperativeCall:
+    assert state.call is not None
+    return state.call
+
+
+def _note_progress(state: CooperativeState) -> None:
+    call = _call(state)
+    expected = state.request.sampling_params.num_inference_steps or 0
+    state.step_index, state.num_steps = call.step_index, call.num_steps or expected
+
+
+class _ListCallSteps:
+    """Counts a list call's steps; ends it when all of its requests were aborted."""
+
+    def __init__(
         self,
-        request: DiffusionRequest,
-        rows: Sequence[Row],
-        calls: dict[Row, CooperativeCall],
-        steps: dict[Row, _StepCounter],
-    ) -> DiffusionOutput:
-        mine = [calls[row] for row in rows]
-        counts = max((call.counts for call in mine), key=lambda counts: counts.forwards)
-        mean = counts.shared_with / counts.forwards if counts.forwards else 1.0
-        metrics = _metrics(steps[rows[0]].count, counts.forwards, mean, max(1, counts.largest))
-        if (error := _first_error(mine)) is None:
-            latents = rows[0].wants_latents
-            made = [picture for call in mine for picture in unpack(call.result, latents=latents)]
-            return _output(request, made, metrics)
-        output = DiffusionOutput.failed(request.request_id, error, request.seed)
-        output.metrics = metrics
-        return output
-
-    def _with_callback(self, arguments: dict[str, Any], steps: _StepCounter) -> dict[str, Any]:
-        if "callback_on_step_end" in self._builder.parameters:
-            arguments["callback_on_step_end"] = steps
-        return arguments
-
-
-class _StepCounter:
-    """Counts a call's steps; ends it when all of its requests were aborted."""
-
-    def __init__(self, aborts: AbortFlags, request_ids: Sequence[str]) -> None:
+        aborts: AbortFlags,
+        requests: Sequence[DiffusionRequest],
+        on_states: Callable[..., None] | None,
+    ) -> None:
         self.count = 0
         self._aborts = aborts
-        self._request_ids = request_ids
+        self._requests = requests
+        self._on_states = on_states
 
     def __call__(
         self, pipe: Any, step: int, timestep: Any, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Act as diffusers' ``callback_on_step_end``."""
         self.count += 1
-        if self._request_ids and all(self._aborts.is_set(i) for i in self._request_ids):
+        if all(self._aborts.is_set(request.request_id) for request in self._requests):
             raise RequestAbortedError("the request was aborted")
+        if self._on_states is not None:
+            total = getattr(pipe, "num_timesteps", 0)
+            self._on_states(
+                [StepState(r.request_id, self.count, total) for r in self._requests], {}
+            )
         return state
-
-
-def _first_error(calls: Sequence[CooperativeCall]) -> OmniError | None:
-    for call in calls:
-        if call.aborted:
-            return RequestAbortedError("the request was aborted")
-        if isinstance(call.error, OmniError):
-            return call.error
-        if call.error is not None:
-            kind = type(call.error).__name__
-            return ModelError(f"the pipeline failed: {kind}: {call.error}")
-    return None
-
-
-def _metrics(steps: int, forwards: int, mean: float, largest: int) -> OutputMetrics:
-    return OutputMetrics(
-        num_steps=steps, num_forwards=forwards, mean_batch_size=mean, max_batch_size=largest
-    )
-
-
-def _output(request: DiffusionRequest, made: list[Any], metrics: OutputMetrics) -> DiffusionOutput:
-    output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
-    if isinstance(made[0], torch.Tensor):
-        output.latents = tensor_to_wire(torch.stack(made))
-    elif made[0].ndim == 4:
-        output.frames = [to_uint8(clip) for clip in made]
-    else:
-        output.images = [to_uint8(picture) for picture in made]
-    return output

@@ -41,7 +41,7 @@ class EngineLink(threading.Thread):
         super().__init__(name="engine-link", daemon=True)
         self._endpoint = endpoint
         self._aborts = aborts
-        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._last_progress = time.monotonic()
         self._context = zmq.Context()
         self._engine = self._context.socket(zmq.DEALER)
@@ -59,9 +59,12 @@ class EngineLink(threading.Thread):
         self._last_progress = time.monotonic()
         self._outbox.send_multipart(codec.encode(message), copy=False)
 
-    def receive(self) -> dict[str, Any] | None:
-        """Wait for the next plan; None once the engine asked to stop."""
-        return self._inbox.get()
+    def receive(self, *, wait: bool = True) -> dict[str, Any] | None:
+        """Return the next message: a plan or STOP; None if there is none and ``wait`` is False."""
+        try:
+            return self._inbox.get(block=wait)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         """Deliver what is queued and end the thread; called from the main thread only."""
@@ -111,11 +114,10 @@ class EngineLink(threading.Thread):
                 message = codec.decode(frames, trusted=True)
                 if message["type"] == plans.ABORT:
                     self._aborts.set(message["request_ids"])
-                elif message["type"] == plans.STOP:
-                    self._inbox.put(None)
-                else:
+                    continue
+                if message["type"] != plans.STOP:
                     self._aborts.expect(request["request_id"] for request in message["requests"])
-                    self._inbox.put(message)
+                self._inbox.put(message)
 
     def _forward_outbox(self) -> bool:
         frames = self._outbox_in.recv_multipart(copy=False)

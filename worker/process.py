@@ -10,12 +10,14 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omni_engine.protocol import pipes, plans
 from omni_engine.protocol.errors import ModelLoadError, OmniError
 from omni_engine.protocol.logs import start_logging
-from omni_engine.protocol.plans import BatchPlan, WorkerSpec
+from omni_engine.protocol.plans import WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.link import EngineLink
 
@@ -34,10 +36,8 @@ def main() -> int:
     link = EngineLink(spec.endpoint, spec.worker_id, aborts)
     link.start()
     try:
-        runner = _load(spec, link, aborts)
-        while (message := link.receive()) is not None:
-            plan = BatchPlan.from_wire(message)
-            link.send(plans.outputs_message(plan.plan_id, runner.run(plan)))
+        serve = _load(spec, link, aborts)
+        serve()
     except OmniError as error:
         link.send({"type": plans.FAULT, "error": error.to_wire()})
         return 1
@@ -46,15 +46,15 @@ def main() -> int:
     return 0
 
 
-def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
-    """Load the pipeline and report ready; returns the runner."""
+def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Callable[[], None]:
+    """Load the pipeline and report ready; returns what serves plans until the engine stops."""
     started = time.perf_counter()
     try:
         import torch
 
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        runner, ready = _build(spec, aborts)
+        serve, ready = _build(spec, link, aborts)
     except OmniError:
         raise
     except Exception as error:  # boundary: the process; whatever loading raises, the engine is told
@@ -65,40 +65,40 @@ def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Any:
     load_ms = (time.perf_counter() - started) * 1000
     logger.info("ready in %.1f s", load_ms / 1000)
     link.send({"type": plans.READY, "load_ms": load_ms, **ready})
-    return runner
+    return serve
 
 
-def _build(spec: WorkerSpec, aborts: AbortFlags) -> tuple[Any, dict[str, Any]]:
+def _build(
+    spec: WorkerSpec, link: EngineLink, aborts: AbortFlags
+) -> tuple[Callable[[], None], dict[str, Any]]:
     import diffusers
     import transformers
 
-    from omni_engine.worker.declared import declared_capabilities
-    from omni_engine.worker.diffusers_adapter import DiffusersRequestPipeline
+    from omni_engine.worker.adapter_switch import AdapterSwitch
+    from omni_engine.worker.building import build_pipeline
     from omni_engine.worker.loading import load_pipeline, parameter_bytes
     from omni_engine.worker.lora import AdapterManager
-    from omni_engine.worker.request_runner import RequestRunner
+    from omni_engine.worker.serving import serve_batches, serve_steps
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
         if not logger.isEnabledFor(logging.INFO):
             library.set_verbosity_error()
     pipe = load_pipeline(spec)
-    if isinstance(pipe, diffusers.DiffusionPipeline) and not hasattr(pipe, "forward"):
-        pipeline: Any = DiffusersRequestPipeline(pipe, aborts)
-        capabilities = pipeline.capabilities()
-    else:
-        pipeline, capabilities = pipe, declared_capabilities(pipe)
-    adapters = None
+    pipeline, capabilities = build_pipeline(pipe, spec, aborts)
+    manager = None
     broken: dict[str, OmniError] = {}
     if capabilities.supports_lora:
-        adapters = AdapterManager(pipe, spec.engine_args["max_loras"])
-        broken = adapters.check(spec.adapters)
+        manager = AdapterManager(pipe, spec.engine_args["max_loras"])
+        broken = manager.check(spec.adapters)
     ready = {
         "capabilities": capabilities.to_wire(),
         "parameter_bytes": parameter_bytes(pipe),
         "broken_adapters": {name: error.to_wire() for name, error in broken.items()},
     }
-    return RequestRunner(pipeline, adapters, aborts, spec.worker_id), ready
+    adapters = AdapterSwitch(manager, getattr(pipeline, "stepper", None))
+    serve = serve_steps if spec.engine_args["step_execution"] else serve_batches
+    return partial(serve, pipeline, capabilities, adapters, spec, link, aborts), ready
 
 
 if __name__ == "__main__":

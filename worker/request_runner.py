@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
-from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput, OutputMetrics
-from omni_engine.protocol.plans import BatchPlan
+from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
+from omni_engine.protocol.plans import BatchPlan, StepReport, StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.lora import AdapterManager
+from omni_engine.worker.adapter_switch import AdapterSwitch
 
 logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_S = 0.05
 
 
 class RequestRunner:
@@ -24,15 +29,25 @@ class RequestRunner:
 
     Args:
         pipeline: has ``forward(batch)``; its ``supports_request_batch`` decides the batch size.
-        adapters: None for a pipeline without LoRA support.
+        adapters: switches adapters.
         aborts: requests aborted meanwhile.
         worker_id: reported in each output.
+        report: told how far the requests are, at most every 50 ms but for previews.
     """
 
     def __init__(
-        self, pipeline: Any, adapters: AdapterManager | None, aborts: AbortFlags, worker_id: str
+        self,
+        pipeline: Any,
+        adapters: AdapterSwitch,
+        aborts: AbortFlags,
+        worker_id: str,
+        report: Callable[[StepReport], None],
     ) -> None:
         self._pipeline = pipeline
+        self._reports_progress = "on_states" in inspect.signature(pipeline.forward).parameters
+        self._report = report
+        self._plan_id = 0
+        self._last_report = 0.0
         self._batched = bool(getattr(pipeline, "supports_request_batch", False))
         self._adapters = adapters
         self._aborts = aborts
@@ -40,6 +55,7 @@ class RequestRunner:
 
     def run(self, plan: BatchPlan) -> list[DiffusionOutput]:
         """Run a plan; return exactly one output per request, in order, and never raise."""
+        self._plan_id = plan.plan_id
         try:
             return self._run_under_adapter(plan)
         except OmniError as error:
@@ -48,7 +64,7 @@ class RequestRunner:
             self._aborts.clear(request.request_id for request in plan.requests)
 
     def _run_under_adapter(self, plan: BatchPlan) -> list[DiffusionOutput]:
-        applied = self._activate(plan)
+        applied = self._adapters.activate(plan.activation)
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
         for start in range(0, len(plan.requests), size):
@@ -56,18 +72,6 @@ class RequestRunner:
         for output in outputs:
             output.applied_loras = applied
         return outputs
-
-    def _activate(self, plan: BatchPlan) -> list[AppliedLoRA]:
-        if self._adapters is None:
-            return []
-        try:
-            return self._adapters.activate(plan.activation)
-        except OmniError:
-            raise
-        except Exception as error:  # boundary: one batch; what peft may raise is not known
-            logger.exception("an adapter could not be switched")
-            reason = f"the adapter could not be switched: {type(error).__name__}: {error}"
-            raise ModelError(reason) from None
 
     def _run_members(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
         """Run requests together; if that fails, one by one, so that only the culprit fails."""
@@ -101,13 +105,22 @@ class RequestRunner:
     def _forward(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
         batch = DiffusionRequestBatch(members)
         started = time.perf_counter()
-        outputs = check_results(batch, self._pipeline.forward(batch))
+        progress = {"on_states": self._on_states} if self._reports_progress else {}
+        outputs = check_results(batch, self._pipeline.forward(batch, **progress))
         run_ms = (time.perf_counter() - started) * 1000
         for request, output in zip(members, outputs, strict=True):
             if isinstance(output.metrics, OutputMetrics):  # else the output is refused later
                 self._complete(output.metrics, run_ms, len(members))
             output.seed = request.seed if output.seed is None else output.seed
         return outputs
+
+    def _on_states(
+        self, states: list[StepState], previews: dict[str, npt.NDArray[np.uint8]]
+    ) -> None:
+        now = time.monotonic()
+        if previews or now - self._last_report >= _PROGRESS_INTERVAL_S:
+            self._last_report = now
+            self._report(StepReport(self._plan_id, states, previews=previews))
 
     def _complete(self, metrics: OutputMetrics, run_ms: float, batch_size: int) -> None:
         metrics.run_ms, metrics.worker = run_ms, self._worker_id

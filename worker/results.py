@@ -1,0 +1,59 @@
+"""From what a pipeline made to what a request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from omni_engine.protocol.errors import ModelError, OmniError
+from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.worker.tensors import tensor_to_wire, to_uint8
+
+MAX_PREVIEW_SIDE = 256
+
+
+def make_output(
+    request: DiffusionRequest, made: Sequence[Any], metrics: OutputMetrics
+) -> DiffusionOutput:
+    """Return the output of a request that completed.
+
+    Args:
+        request: the request.
+        made: one entry per picture: an array of shape (height, width, 3), a clip of shape
+            (frames, height, width, 3), or a tensor of latents.
+        metrics: how it was run.
+    """
+    output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
+    if isinstance(made[0], torch.Tensor):
+        output.latents = tensor_to_wire(torch.stack(list(made)))
+    elif made[0].ndim == 4:
+        output.frames = [to_uint8(clip) for clip in made]
+    else:
+        output.images = [to_uint8(picture) for picture in made]
+    return output
+
+
+def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
+    """Return a small uint8 picture of shape (height, width, 3); a clip's middle frame.
+
+    None for what is no picture.
+    """
+    if not isinstance(picture, np.ndarray) or picture.ndim not in (3, 4) or picture.shape[-1] != 3:
+        return None
+    frame = picture[len(picture) // 2] if picture.ndim == 4 else picture
+    image = Image.fromarray(to_uint8(np.nan_to_num(np.clip(frame, 0, None))))
+    image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
+    return np.asarray(image)
+
+
+def pipeline_error(error: BaseException) -> OmniError:
+    """Return a typed error for whatever a pipeline raised."""
+    if isinstance(error, OmniError):
+        return error
+    return ModelError(f"the pipeline failed: {type(error).__name__}: {error}")

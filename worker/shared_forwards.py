@@ -1,0 +1,170 @@
+"""Runs what several requests wait for: one forward for every group that can share it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from omni_engine.worker.cooperative_call import Answer, CooperativeCall
+from omni_engine.worker.fusion import Call, CannotSplitError, Fusion
+from omni_engine.worker.process_state import ProcessState
+from omni_engine.worker.prompt_cache import PromptCache
+from omni_engine.worker.suspension import Role, Suspended, SuspensionPoint
+
+logger = logging.getLogger(__name__)
+
+_SHARED_DECODE_POSITIONS = 64 * 64
+"""Most latent positions of one shared decode (512 x 512 pixels at a factor of 8): larger ones gain
+little from company and cost its memory."""
+
+Waiting = tuple[CooperativeCall, Suspended]
+
+
+class SharedForwards:
+    """Groups suspended calls, runs them and hands out their parts; resumes nobody.
+
+    Args:
+        fused: False runs every call alone.
+        max_rows: most rows of one forward.
+        pad_calls_to: with a number, every denoiser forward holds exactly so many calls, and
+            encoders and decoders run alone.
+        prompts: remembers encoders' outputs.
+
+    Attributes:
+        adapter: the active adapter's identity; encoders may depend on it.
+        forwards: denoiser forwards that ran.
+        rows: rows in them.
+        fallbacks: shared forwards that failed, so that their members ran alone.
+    """
+
+    def __init__(
+        self, *, fused: bool, max_rows: int, pad_calls_to: int | None, prompts: PromptCache
+    ) -> None:
+        self.fused = fused
+        self._max_rows, self._pad_calls_to = max_rows, pad_calls_to
+        self._padded = Fusion(pad_calls_to=pad_calls_to if fused else None)
+        self._plain = Fusion()
+        self.prompts = prompts
+        self.adapter: Hashable = None
+        self.forwards = self.rows = self.fallbacks = 0
+
+    def run(self, calls: Iterable[CooperativeCall]) -> dict[CooperativeCall, Answer]:
+        """Run one forward for every group of the calls that are suspended."""
+        groups: dict[Hashable, list[Waiting]] = {}
+        for call in calls:
+            if call.pending is not None:
+                groups.setdefault(self._key(call.pending), []).append((call, call.pending))
+        answers: dict[CooperativeCall, Answer] = {}
+        for members in groups.values():
+            for part in self._parts(members):
+                self._run_group(part, answers)
+        return answers
+
+    def remembered(self, call: CooperativeCall) -> Answer | None:
+        """Return the remembered answer to a suspended encoder call, or None."""
+        if call.pending is None or call.pending.point.role is not Role.ENCODE:
+            return None
+        found = self.prompts.get(self.prompts.key(call.pending.call, self.adapter))
+        return None if found is None else Answer(found)
+
+    def run_alone(self, suspended: Suspended) -> Answer:
+        """Run one call by itself, uncounted."""
+        call, hub = suspended.call, ProcessState.current()
+        call.modes.apply()
+        try:
+            return Answer(suspended.point.original(*call.positional, **call.arguments))
+        except Exception as error:  # noqa: BLE001  # boundary: one request
+            return Answer(error=error.with_traceback(None))
+        finally:
+            hub.modes.apply()
+
+    def _key(self, suspended: Suspended) -> Hashable:
+        """Return what must be equal for calls to share a forward."""
+        point, call = suspended
+        alone_always = self._pad_calls_to is not None and point.role is not Role.DENOISE
+        if not self.fused or alone_always or not point.splits:
+            return id(call)
+        if point.role is Role.DECODE and _positions(call) > _SHARED_DECODE_POSITIONS:
+            return id(call)
+        try:
+            return (id(point), self._fusion_of(point).key(call))
+        except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            logger.warning("a call of %s can't be shared: %s", type(point.module).__name__, error)
+            return id(call)
+
+    def _fusion_of(self, point: SuspensionPoint) -> Fusion:
+        return self._padded if point.role is Role.DENOISE else self._plain
+
+    def _parts(self, members: list[Waiting]) -> list[list[Waiting]]:
+        """Split a group so that no forward holds more than it may."""
+        most_rows, most_calls = self._limits(members[0][1])
+        parts: list[list[Waiting]] = [[]]
+        rows = 0
+        for member in members:
+            more = member[1].call.rows
+            if parts[-1] and (rows + more > most_rows or len(parts[-1]) >= most_calls):
+                parts.append([])
+                rows = 0
+            parts[-1].append(member)
+            rows += more
+        return parts
+
+    def _limits(self, first: Suspended) -> tuple[float, float]:
+        """Return the most rows and the most calls of one forward."""
+        if first.point.role is Role.DECODE:
+            return math.inf, max(1, _SHARED_DECODE_POSITIONS // max(1, _positions(first.call)))
+        if first.point.role is Role.DENOISE and self._pad_calls_to is not None:
+            return math.inf, self._pad_calls_to
+        return self._max_rows, math.inf
+
+    def _run_group(
+        self, members: Sequence[Waiting], answers: dict[CooperativeCall, Answer]
+    ) -> None:
+        point = members[0][1].point
+        try:
+            outputs = self._forward(point, [suspended.call for _, suspended in members])
+        except Exception as error:  # noqa: BLE001  # boundary: one batch
+            if len(members) > 1:
+                self.fallbacks += 1
+                point.splits &= not isinstance(error, CannotSplitError)
+                logger.warning("a forward shared by %d failed (%s); each runs alone",
+                               len(members), error)  # fmt: skip
+                for member in members:
+                    self._run_group([member], answers)
+                return
+            answers[members[0][0]] = Answer(error=error.with_traceback(None))
+            return
+        requests = len({call.owner for call, _ in members})
+        for (call, _), output in zip(members, outputs, strict=True):
+            if point.role is Role.DENOISE:
+                call.counts.add(requests)
+            answers[call] = Answer(output)
+
+    def _forward(self, point: SuspensionPoint, calls: Sequence[Call]) -> list[Any]:
+        fusion, hub = self._fusion_of(point), ProcessState.current()
+        keys = [self.prompts.key(c, self.adapter) for c in calls if point.role is Role.ENCODE]
+        calls[0].modes.apply()
+        try:
+            arguments = fusion.fuse(calls)
+            output = point.original(*calls[0].positional, **arguments)
+            parts = fusion.split(output, calls, arguments)
+        finally:
+            hub.modes.apply()
+        for key, part in zip(keys, parts, strict=False):  # none but for encoders
+            self.prompts.put(key, part)
+        if point.role is Role.DENOISE:
+            self.forwards += 1
+            self.rows += sum(call.rows for call in calls)
+        return parts
+
+
+def _positions(call: Call) -> int:
+    """Return the latent positions of a decode: rows x frames x height x width."""
+    for value in call.arguments.values():
+        if isinstance(value, torch.Tensor) and value.ndim >= 3:
+            return value.numel() // value.shape[1]
+    return _SHARED_DECODE_POSITIONS + 1

@@ -1,0 +1,313 @@
+"""Steps one group of running requests under the stepwise contract.
+
+A tick encodes newcomers, runs the denoiser once for every picture that is not finished, takes each
+picture's scheduler step and decodes what is finished. Whatever one request raises ends that request
+only. While pictures are being denoised, encoding and decoding each take up to ``max_stall_ms`` of a
+tick, but always advance by at least one picture.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omni_engine.protocol.errors import OmniError, PipelineContractError, RequestAbortedError
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import StepState
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.stages.contracts import StepBatch, StepRequestState
+from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
+from omni_engine.worker.results import make_output, make_preview, pipeline_error
+
+logger = logging.getLogger(__name__)
+
+_MAX_TICKS_WITHOUT_STEP = 64
+"""No scheduler needs so many forwards for one step: a pipeline that does has stopped advancing."""
+
+
+class StepLoop:
+    """Runs requests of one group together.
+
+    Args:
+        pipeline: fulfils the stepwise contract; see ``StepPipeline``. It may also have
+            ``prepare_encode_batch`` and ``post_decode_batch`` (one entry per state, an exception
+            for a failure), ``make_state``, ``release`` and ``preview``.
+        is_aborted: whether a request was aborted.
+        max_stall_ms: see above, in milliseconds.
+        one_at_a_time: for pipelines that can't have two pictures under way.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        is_aborted: Callable[[str], bool],
+        *,
+        max_stall_ms: float = math.inf,
+        one_at_a_time: bool = False,
+    ) -> None:
+        self._pipeline = pipeline
+        self._is_aborted = is_aborted
+        self._max_stall_ms = max_stall_ms
+        self._one_at_a_time = one_at_a_time
+        self._make_state = getattr(pipeline, "make_state", StepRequestState)
+        self._residents: dict[str, Resident] = {}
+        self._newcomers: deque[Picture] = deque()
+        self._encode_pace, self._decode_pace = Pace(), Pace()
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The running requests."""
+        return list(self._residents)
+
+    def join(self, requests: Iterable[DiffusionRequest]) -> None:
+        """Take requests in; they are encoded in the next tick."""
+        for request in requests:
+            pictures = [
+                Picture(self._make_state(request, row)) for row in range(request.num_outputs)
+            ]
+            self._residents[request.request_id] = Resident(request, pictures, time.perf_counter())
+            self._newcomers.extend(pictures)
+
+    def tick(self) -> list[DiffusionOutput]:
+        """Advance every request by one denoiser forward; return the outputs of those that ended."""
+        ended = self.end_aborted()
+        self._encode()
+        self._denoise()
+        self._decode()
+        return ended + self._take_ended()
+
+    def end_aborted(self) -> list[DiffusionOutput]:
+        """End the requests that were aborted: their tensors are free when this returns."""
+        for resident in self._residents.values():
+            if self._is_aborted(resident.request.request_id):
+                resident.error = RequestAbortedError("the request was aborted")
+        return self._take_ended()
+
+    def fail_all(self, error: OmniError) -> list[DiffusionOutput]:
+        """End every request with an error."""
+        for resident in self._residents.values():
+            resident.error = error
+        return self._take_ended()
+
+    def states(self) -> list[StepState]:
+        """Return how far each running request is."""
+        return [
+            StepState(
+                resident.request.request_id,
+                min(picture.state.step_index for picture in resident.pictures),
+                max(picture.state.num_steps for picture in resident.pictures),
+            )
+            for resident in self._residents.values()
+        ]
+
+    def previews(self) -> dict[str, npt.NDArray[np.uint8]]:
+        """Return the preview pictures that are due, by request id."""
+        made: dict[str, npt.NDArray[np.uint8]] = {}
+        if (preview := getattr(self._pipeline, "preview", None)) is None:
+            return made
+        for resident in self._residents.values():
+            every, picture = resident.request.preview_every, resident.pictures[0]
+            stepped = picture.ticks_without_step == 0 and picture.state.step_index > 0
+            if not every or not picture.denoising or not stepped:
+                continue
+            if picture.state.step_index % every == 0:
+                shown = make_preview(preview(picture.state))
+                if shown is not None:
+                    made[resident.request.request_id] = shown
+        return made
+
+    # -- the parts of a tick
+
+    def _pictures(self) -> Iterable[Picture]:
+        for resident in self._residents.values():
+            if resident.error is None:
+                yield from resident.pictures
+
+    def _stall_ms(self) -> float:
+        """How long encoding or decoding may take: without limit if nobody is held up."""
+        held_up = any(picture.denoising for picture in self._pictures())
+        return self._max_stall_ms if held_up else math.inf
+
+    def _encode(self) -> None:
+        most = self._encode_pace.fitting(self._stall_ms())
+        if self._one_at_a_time:
+            under_way = any(p.prepared and p.result is None for p in self._pictures())
+            most = 0 if under_way else 1
+        chunk: list[Picture] = []
+        while self._newcomers and len(chunk) < most:
+            picture = self._newcomers.popleft()
+            if self._resident_of(picture) is not None:
+                chunk.append(picture)
+        if not chunk:
+            return
+        started = time.perf_counter()
+        errors = self._prepare([picture.state for picture in chunk])
+        self._encode_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
+        for picture, error in zip(chunk, errors, strict=True):
+            picture.prepared = error is None
+            if error is not None:
+                self._fail(picture, error)
+
+    def _prepare(self, states: Sequence[StepRequestState]) -> list[BaseException | None]:
+        if hasattr(self._pipeline, "prepare_encode_batch"):
+            found: list[BaseException | None] = self._pipeline.prepare_encode_batch(states)
+            return found
+        return [_error_of(self._pipeline.prepare_encode, state) for state in states]
+
+    def _denoise(self) -> None:
+        running = [picture for picture in self._pictures() if picture.denoising]
+        if not running:
+            return
+        for picture, prediction in zip(running, self._predict(running), strict=True):
+            if isinstance(prediction, BaseException):
+                self._fail(picture, prediction)
+                continue
+            before = picture.state.step_index
+            error = _error_of(self._pipeline.step_scheduler, picture.state, prediction)
+            if error is not None:
+                self._fail(picture, error)
+                continue
+            advanced = picture.state.step_index > before
+            picture.ticks_without_step = 0 if advanced else picture.ticks_without_step + 1
+            if picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP and picture.denoising:
+                self._fail(picture, _stuck(picture.state))
+
+    def _predict(self, pictures: Sequence[Picture]) -> list[Any]:
+        """Return one prediction per picture, an exception for one that failed."""
+        states = [picture.state for picture in pictures]
+        try:
+            predictions = _per_state(self._pipeline.denoise_step(_batch(states), states), states)
+        except Exception as error:  # noqa: BLE001  # boundary: one batch
+            if len(pictures) == 1:
+                return [error]
+            logger.warning(
+                "a step of %d pictures failed (%s: %s); each is run alone",
+                len(pictures),
+                type(error).__name__,
+                error,
+            )
+            return [self._predict([picture])[0] for picture in pictures]
+        requests = len({state.request_id for state in states})
+        for picture in pictures:
+            picture.counts.add(requests)
+        return predictions
+
+    def _decode(self) -> None:
+        waiting = [picture for picture in self._pictures() if picture.undecoded]
+        chunk = waiting[: self._decode_pace.fitting(self._stall_ms())]
+        if not chunk:
+            return
+        started = time.perf_counter()
+        results = self._finish([picture.state for picture in chunk])
+        self._decode_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
+        for picture, result in zip(chunk, results, strict=True):
+            picture.result = None if isinstance(result, BaseException) else result
+            picture.ticks_without_step += result is None
+            if isinstance(result, BaseException):
+                self._fail(picture, result)
+            elif picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP:
+                self._fail(picture, _stuck(picture.state))
+
+    def _finish(self, states: Sequence[StepRequestState]) -> list[Any]:
+        """Return one picture per state, an exception for a failure, None if it goes on."""
+        if hasattr(self._pipeline, "post_decode_batch"):
+            found: list[Any] = self._pipeline.post_decode_batch(states)
+            return found
+        return [_result_of(self._pipeline.post_decode, state) for state in states]
+
+    # -- ends
+
+    def _resident_of(self, picture: Picture) -> Resident | None:
+        resident = self._residents.get(picture.state.request_id)
+        mine = resident is not None and picture in resident.pictures and resident.error is None
+        return resident if mine else None
+
+    def _fail(self, picture: Picture, error: BaseException) -> None:
+        self._residents[picture.state.request_id].error = pipeline_error(error)
+
+    def _take_ended(self) -> list[DiffusionOutput]:
+        ended = [resident for resident in self._residents.values() if resident.ended]
+        return [self._end(resident) for resident in ended]
+
+    def _end(self, resident: Resident) -> DiffusionOutput:
+        request = resident.request
+        del self._residents[request.request_id]
+        metrics = metrics_of(resident)
+        output = None
+        if resident.error is None:
+            try:
+                output = make_output(request, [p.result for p in resident.pictures], metrics)
+            except Exception as error:  # noqa: BLE001  # boundary: what a pipeline made may be anything
+                resident.error = pipeline_error(error)
+        if resident.error is not None:
+            output = DiffusionOutput.failed(request.request_id, resident.error, request.seed)
+            output.metrics = metrics
+        if (release := getattr(self._pipeline, "release", None)) is not None:
+            for picture in resident.pictures:
+                release(picture.state)
+        resident.pictures.clear()
+        assert output is not None
+        return output
+
+
+def _batch(states: Sequence[StepRequestState]) -> StepBatch:
+    if any(state.latents is None or state.timesteps is None for state in states):
+        return StepBatch()
+    latents = torch.cat([state.latents for state in states])
+    return StepBatch(latents, torch.stack([s.timesteps[s.step_index] for s in states]))
+
+
+def _per_state(predictions: Any, states: Sequence[StepRequestState]) -> list[Any]:
+    """Split a denoiser's result into one part per state.
+
+    Raises:
+        PipelineContractError: if there are more or fewer parts than states.
+    """
+    is_tensor = isinstance(predictions, torch.Tensor)
+    found: int | str = type(predictions).__name__
+    if is_tensor or isinstance(predictions, list | tuple):
+        found = len(predictions)
+    if found == len(states):
+        return list(predictions.split(1)) if is_tensor else list(predictions)
+    raise PipelineContractError(
+        "denoise_step() did not return one prediction per state",
+        field="denoise_step",
+        value=found,
+        expected=f"a tensor or a list with {len(states)} entries",
+    )
+
+
+def _stuck(state: StepRequestState) -> PipelineContractError:
+    return PipelineContractError(
+        "the pipeline does not come to an end: step_scheduler() must advance step_index, and "
+        "post_decode() must return a picture",
+        field="step_scheduler",
+        value=f"step_index = {state.step_index} after {_MAX_TICKS_WITHOUT_STEP} more ticks",
+        expected="state.step_index to grow until it is state.num_steps",
+    )
+
+
+def _error_of(method: Callable[..., Any], *arguments: Any) -> BaseException | None:
+    try:
+        method(*arguments)
+    except Exception as error:  # noqa: BLE001  # boundary: one request
+        return error.with_traceback(None)
+    return None
+
+
+def _result_of(method: Callable[..., Any], state: StepRequestState) -> Any:
+    try:
+        return method(state)
+    except Exception as error:  # noqa: BLE001  # boundary: one request
+        return error.with_traceback(None)
