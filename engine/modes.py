@@ -5,6 +5,7 @@ from __future__ import annotations
 from omni_engine.engine.batch_dispatch import BatchDispatch
 from omni_engine.engine.dispatch import Dispatch, Floor
 from omni_engine.engine.scheduler import SchedulerConfig
+from omni_engine.engine.step_dispatch import StepDispatch
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.stages.config import EngineArgs
 
@@ -29,8 +30,6 @@ def make_dispatch(
     )
     if not arguments.step_execution:
         return BatchDispatch(floor, config)
-    from omni_engine.engine.step_dispatch import StepDispatch
-
     groups = arguments.max_resident_groups if _can_share(arguments, capabilities) else 1
     return StepDispatch(floor, config, arguments.step_quantum, groups)
 
