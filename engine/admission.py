@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.keys import RequestKey, request_key
-from omni_engine.protocol.errors import ConfigError, InvalidRequestError, LimitExceededError
+from omni_engine.protocol.errors import (
+    ConfigError,
+    InvalidRequestError,
+    LimitExceededError,
+    nearest,
+)
 from omni_engine.protocol.fields import unknown_field
 from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
@@ -68,7 +73,9 @@ class Admission:
             if name in capabilities.sampling_fields and not arguments.pipeline
         }
         try:
-            self._check_accepted(OmniDiffusionSamplingParams.from_mapping(self._stage_defaults))
+            params = OmniDiffusionSamplingParams.from_mapping(self._stage_defaults)
+            self._check_accepted(params)
+            self._check_sampler(params)
         except InvalidRequestError as error:
             raise ConfigError(
                 f"default_sampling_params don't suit {capabilities.pipeline}: {error.message}",
@@ -91,6 +98,7 @@ class Admission:
         params = self._complete(asked)
         self._check_limits(request.prompt, params)
         self._check_guidance(asked, params)
+        self._check_sampler(params)
         activation = self._registry.resolve(asked.lora_request)
         complete = dataclasses.replace(request, sampling_params=params)
         rows = complete.num_outputs
@@ -141,6 +149,33 @@ class Admission:
         for name in params.extra_args:
             if name not in known.extra_args:
                 raise unknown_field(name, known.extra_args, "extra_args", "extra argument")
+
+    def _check_sampler(self, params: OmniDiffusionSamplingParams) -> None:
+        """Refuse a sampler that doesn't suit the pipeline, and fields that it would ignore."""
+        known, sampler = self._capabilities, params.sampler
+        if sampler is None:
+            return
+        if sampler not in known.samplers:
+            close = nearest(sampler, known.samplers)
+            raise InvalidRequestError(
+                f"{known.pipeline} has no such sampler",
+                field="sampler",
+                value=sampler,
+                expected=_any_of(known.samplers),
+                hint=f"Did you mean {close!r}?" if close else None,
+            )
+        for name, heeding in (
+            ("sigmas", known.samplers_with_sigmas),
+            ("eta", known.samplers_with_eta),
+        ):
+            given = getattr(params, name)
+            if given and sampler not in heeding:
+                raise InvalidRequestError(
+                    f"the sampler {sampler} takes no {name}",
+                    field=name,
+                    value=given,
+                    expected=f"no {name}, or as the sampler {_any_of(heeding)}",
+                )
 
     def _check_inputs(self, request: DiffusionRequest) -> None:
         known = self._capabilities
@@ -213,6 +248,10 @@ class Admission:
                 field="num_outputs_per_prompt x height x width x num_frames",
                 expected=f"at most {arguments.max_batch_work} (max_batch_work)",
             )
+
+
+def _any_of(names: frozenset[str]) -> str:
+    return "one of " + ", ".join(sorted(names)) if names else "none: the model's own is used"
 
 
 def _check_sigmas(asked: OmniDiffusionSamplingParams) -> None:

@@ -268,6 +268,8 @@ class PipelineCapabilities:
         supports_lora: whether adapters can be loaded.
         makes_video: whether the result is frames instead of images.
         samplers: names that a request's ``sampler`` may have.
+        samplers_with_sigmas: those of them that take a request's ``sigmas``.
+        samplers_with_eta: those of them that take a request's ``eta``.
         exclusive: whether a request must have the pipeline for itself from start to end.
     """
 
@@ -285,6 +287,8 @@ class PipelineCapabilities:
     supports_lora: bool = False
     makes_video: bool = False
     samplers: frozenset[str] = frozenset()
+    samplers_with_sigmas: frozenset[str] = frozenset()
+    samplers_with_eta: frozenset[str] = frozenset()
     exclusive: bool = False
 
     def to_wire(self) -> dict[str, Any]:

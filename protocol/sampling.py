@@ -71,6 +71,13 @@ def _lora_request(value: object) -> LoRARequest:
     return LoRARequest(value["name"], value.get("scale"))
 
 
+def _sampler(value: object) -> str:
+    name: str = fields.text(MAX_NAME_CHARS).normalise(value)
+    if not name:
+        raise ValueError
+    return name
+
+
 _RULES: dict[str, FieldRule] = {
     "height": fields.integer(1, 2**31 - 1),
     "width": fields.integer(1, 2**31 - 1),
@@ -84,7 +91,7 @@ _RULES: dict[str, FieldRule] = {
     "seed": fields.integer(0, MAX_SEED),
     "num_outputs_per_prompt": fields.integer(1, 2**31 - 1),
     "strength": fields.number(0, 1),
-    "sampler": fields.text(MAX_NAME_CHARS),
+    "sampler": FieldRule(_sampler, f"a sampler's name, at most {MAX_NAME_CHARS} characters"),
     "sigmas": fields.number_list(0, math.inf, 10_000),
     "eta": fields.number(0),
     "max_sequence_length": fields.integer(1, 2**31 - 1),
@@ -111,7 +118,7 @@ class OmniDiffusionSamplingParams:
         seed: 0 to 2**63 - 1; drawn by the engine when None and reported in the output.
         num_outputs_per_prompt: pictures to make; picture i uses seed + i.
         strength: 0 to 1, how far an input image is changed.
-        sampler: the sampling method, such as "euler" or "dpmpp_2m"; None: the model's own.
+        sampler: the sampling method, such as "euler" or "flow_unipc"; None: the model's own.
         sigmas: noise levels instead of a number of steps.
         eta: DDIM's eta, >= 0.
         max_sequence_length: longest prompt in tokens.

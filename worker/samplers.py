@@ -9,7 +9,6 @@ so that a name means the same for every model.
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,88 +17,8 @@ from typing import Any
 import diffusers
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from omni_engine.protocol.errors import InvalidRequestError, nearest
-
-
-class Space(enum.Enum):
-    """What a model was trained to predict; samplers of another space make no picture."""
-
-    NOISE = "noise"
-    """Noise, or velocity, along a variance-preserving schedule of betas."""
-    FLOW = "flow"
-    """The flow from noise to data."""
-    EDM = "EDM"
-    """Preconditioned as in "Elucidating the Design Space of Diffusion-Based Generative Models"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """A scheduler class of diffusers, by name, with the settings that make it this sampler."""
-
-    space: Space
-    scheduler: str
-    settings: Mapping[str, Any]
-
-
-_EVEN = {
-    "use_karras_sigmas": False,
-    "use_exponential_sigmas": False,
-    "use_beta_sigmas": False,
-    "use_lu_lambdas": False,
-    "use_flow_sigmas": False,
-    "final_sigmas_type": "zero",
-}
-_KARRAS = {**_EVEN, "use_karras_sigmas": True}
-_FLOW = {**_EVEN, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-_2M = {"algorithm_type": "dpmsolver++", "solver_order": 2, "solver_type": "midpoint"}
-_2M_SDE = {**_2M, "algorithm_type": "sde-dpmsolver++"}
-_UNIPC = {"solver_order": 2, "solver_type": "bh2", "predict_x0": True}
-_DEIS = {"algorithm_type": "deis", "solver_order": 2, "solver_type": "logrho"}
-
-
-def _noise(scheduler: str, *settings: Mapping[str, Any]) -> Sampler:
-    return Sampler(Space.NOISE, scheduler, {k: v for given in settings for k, v in given.items()})
-
-
-def _flow(scheduler: str, *settings: Mapping[str, Any]) -> Sampler:
-    return Sampler(Space.FLOW, scheduler, {k: v for given in settings for k, v in given.items()})
-
-
-SAMPLERS: Mapping[str, Sampler] = {
-    "ddim": _noise("DDIMScheduler"),
-    "ddpm": _noise("DDPMScheduler", {"variance_type": "fixed_small"}),
-    "pndm": _noise("PNDMScheduler", {"skip_prk_steps": True}),
-    "lms": _noise("LMSDiscreteScheduler", _EVEN),
-    "lms_karras": _noise("LMSDiscreteScheduler", _KARRAS),
-    "euler": _noise("EulerDiscreteScheduler", _EVEN),
-    "euler_a": _noise("EulerAncestralDiscreteScheduler"),
-    "heun": _noise("HeunDiscreteScheduler", _EVEN),
-    "dpm2": _noise("KDPM2DiscreteScheduler", _EVEN),
-    "dpm2_karras": _noise("KDPM2DiscreteScheduler", _KARRAS),
-    "dpm2_a": _noise("KDPM2AncestralDiscreteScheduler", _EVEN),
-    "dpm2_a_karras": _noise("KDPM2AncestralDiscreteScheduler", _KARRAS),
-    "dpmpp_2m": _noise("DPMSolverMultistepScheduler", _2M, _EVEN),
-    "dpmpp_2m_karras": _noise("DPMSolverMultistepScheduler", _2M, _KARRAS),
-    "dpmpp_2m_sde": _noise("DPMSolverMultistepScheduler", _2M_SDE, _EVEN),
-    "dpmpp_2m_sde_karras": _noise("DPMSolverMultistepScheduler", _2M_SDE, _KARRAS),
-    "dpmpp_sde": _noise("DPMSolverSDEScheduler", _EVEN),
-    "dpmpp_sde_karras": _noise("DPMSolverSDEScheduler", _KARRAS),
-    "unipc": _noise("UniPCMultistepScheduler", _UNIPC, _EVEN),
-    "deis": _noise("DEISMultistepScheduler", _DEIS, _EVEN),
-    "lcm": _noise("LCMScheduler"),
-    "tcd": _noise("TCDScheduler"),
-    "flow_euler": _flow("FlowMatchEulerDiscreteScheduler", _EVEN, {"stochastic_sampling": False}),
-    "flow_heun": _flow("FlowMatchHeunDiscreteScheduler"),
-    "flow_lcm": _flow("FlowMatchLCMScheduler", _EVEN),
-    "flow_dpmpp_2m": _flow("DPMSolverMultistepScheduler", _2M, _FLOW),
-    "flow_unipc": _flow("UniPCMultistepScheduler", _UNIPC, _FLOW),
-    "edm_euler": Sampler(Space.EDM, "EDMEulerScheduler", {"final_sigmas_type": "zero"}),
-    "edm_dpmpp_2m": Sampler(
-        Space.EDM, "EDMDPMSolverMultistepScheduler", {**_2M, "final_sigmas_type": "zero"}
-    ),
-}
-"""By name. ``lms`` needs scipy and ``dpmpp_sde`` torchsde: without them they suit no pipeline."""
-
+from omni_engine.protocol.errors import InvalidRequestError
+from omni_engine.worker.sampler_table import SAMPLERS, Sampler, Space
 
 _FACTS: Mapping[Space, tuple[str, ...]] = {
     Space.NOISE: (
@@ -130,39 +49,37 @@ class _FlowCall:
     """How a flow-matching pipeline calls ``set_timesteps`` beyond steps and device.
 
     Attributes:
-        sigmas: it passes noise levels of its own.
-        timesteps: it passes timesteps of its own.
+        sigmas: it passes noise levels of its own: "array" or "list".
         mu: it passes the shift: "always", or "dynamic", where the model's shift is dynamic.
         heeds_flow_sigmas: it leaves the noise levels to schedulers with ``use_flow_sigmas``.
     """
 
-    sigmas: bool = False
-    timesteps: bool = False
+    sigmas: str = ""
     mu: str = ""
     heeds_flow_sigmas: bool = False
 
 
 _FLOW_PIPELINES: Mapping[str, _FlowCall] = {
-    "ChromaPipeline": _FlowCall(sigmas=True, mu="always"),
-    "Flux2KleinPipeline": _FlowCall(sigmas=True, mu="always", heeds_flow_sigmas=True),
-    "Flux2Pipeline": _FlowCall(sigmas=True, mu="always", heeds_flow_sigmas=True),
-    "FluxKontextPipeline": _FlowCall(sigmas=True, mu="always"),
-    "FluxPipeline": _FlowCall(sigmas=True, mu="always", heeds_flow_sigmas=True),
-    "HunyuanVideoPipeline": _FlowCall(sigmas=True),
+    "ChromaPipeline": _FlowCall(sigmas="array", mu="always"),
+    "Flux2KleinPipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
+    "Flux2Pipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
+    "FluxKontextPipeline": _FlowCall(sigmas="array", mu="always"),
+    "FluxPipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
+    "HunyuanVideoPipeline": _FlowCall(sigmas="array"),
     "Kandinsky5T2IPipeline": _FlowCall(),
     "Kandinsky5T2VPipeline": _FlowCall(),
-    "LTXPipeline": _FlowCall(sigmas=True, mu="always"),
-    "Lumina2Pipeline": _FlowCall(sigmas=True, mu="always"),
-    "QwenImage21Pipeline": _FlowCall(sigmas=True, mu="always"),
-    "QwenImageEditPipeline": _FlowCall(sigmas=True, mu="always"),
-    "QwenImageEditPlusPipeline": _FlowCall(sigmas=True, mu="always"),
-    "QwenImageLayeredPipeline": _FlowCall(sigmas=True, mu="always"),
-    "QwenImagePipeline": _FlowCall(sigmas=True, mu="always"),
+    "LTXPipeline": _FlowCall(sigmas="array", mu="always"),
+    "Lumina2Pipeline": _FlowCall(sigmas="array", mu="always"),
+    "QwenImage21Pipeline": _FlowCall(sigmas="array", mu="always"),
+    "QwenImageEditPipeline": _FlowCall(sigmas="array", mu="always"),
+    "QwenImageEditPlusPipeline": _FlowCall(sigmas="array", mu="always"),
+    "QwenImageLayeredPipeline": _FlowCall(sigmas="array", mu="always"),
+    "QwenImagePipeline": _FlowCall(sigmas="array", mu="always"),
     "SanaPipeline": _FlowCall(),
     "StableDiffusion3Pipeline": _FlowCall(mu="dynamic"),
     "WanImageToVideoPipeline": _FlowCall(),
     "WanPipeline": _FlowCall(),
-    "ZImagePipeline": _FlowCall(mu="always"),
+    "ZImagePipeline": _FlowCall(sigmas="list", mu="always"),
 }
 """Pipelines declared for one flow-matching scheduler that were shown to work with others."""
 
@@ -217,13 +134,11 @@ def with_sampler(pipe: Any, sampler: str | None, seed: int) -> Any:
     if sampler is None:
         return None
     if sampler not in SAMPLERS:
-        close = nearest(sampler, set(SAMPLERS))
         raise InvalidRequestError(
             "there is no such sampler",
             field="sampler",
             value=sampler,
             expected="one of " + ", ".join(sorted(SAMPLERS)),
-            hint=f"Did you mean {close!r}?" if close else None,
         )
     return _make(SAMPLERS[sampler], pipe.scheduler, seed)
 
@@ -310,18 +225,18 @@ def _knows_facts(sampler: Sampler, own: Any) -> bool:
 
 def _understands(sampler: Sampler, call: _FlowCall, own: Any) -> bool:
     """Whether a flow sampler's ``set_timesteps`` takes what the pipeline passes."""
-    dynamic = bool(own.config.get("use_dynamic_shifting"))
-    own_levels = call.sigmas and not (
-        call.heeds_flow_sigmas and sampler.settings.get("use_flow_sigmas")
-    )
-    passes_mu = call.mu == "always" or (call.mu == "dynamic" and dynamic)
-    if passes_mu and sampler.scheduler == "DPMSolverMultistepScheduler":
-        exponential = own.config.get("time_shift_type", "exponential") == "exponential"
-        if not (dynamic and exponential):  # it asserts both
-            return False
-    passed = {"sigmas": own_levels, "timesteps": call.timesteps, "mu": passes_mu}
     takes = inspect.signature(_class_of(sampler).set_timesteps).parameters
-    return all(name in takes for name, is_passed in passed.items() if is_passed)
+    dynamic = bool(own.config.get("use_dynamic_shifting"))
+    if call.sigmas and not (call.heeds_flow_sigmas and sampler.settings.get("use_flow_sigmas")):
+        computes_with_arrays = sampler.scheduler == "UniPCMultistepScheduler"
+        if "sigmas" not in takes or (computes_with_arrays and call.sigmas == "list"):
+            return False
+    if call.mu == "always" or (call.mu == "dynamic" and dynamic):
+        if "mu" not in takes:
+            return False
+        if sampler.scheduler == "DPMSolverMultistepScheduler":  # it asserts both
+            return dynamic and own.config.get("time_shift_type", "exponential") == "exponential"
+    return True
 
 
 def _can_be_made(sampler: Sampler, own: Any) -> bool:

@@ -7,7 +7,10 @@ from typing import Any
 
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.sampling import ENGINE_FIELDS, SAMPLING_FIELDS
+from omni_engine.stages.families import family_of
 from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.sampler_table import TAKE_ETA, TAKE_SIGMAS
+from omni_engine.worker.samplers import samplers_for
 
 _SET_BY_ENGINE = frozenset(
     {
@@ -47,6 +50,10 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
     """
     parameters = inspect.signature(type(pipe).__call__).parameters
     fields = (SAMPLING_FIELDS & set(parameters)) | ENGINE_FIELDS
+    if len(samplers := samplers_for(pipe)) > 1:
+        fields |= {"sampler"}
+    else:
+        samplers = frozenset()
     if hasattr(pipe, "load_lora_weights"):
         fields |= {"lora_request"}
     if _ignores_guidance_scale(pipe, fields):
@@ -59,14 +66,23 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
         batching_note=batching.note,
         sampling_fields=frozenset(fields),
         extra_args=frozenset(filter(_is_extra, parameters)),
-        per_request=_PER_REQUEST,
+        per_request=_per_request(pipe),
         inputs=frozenset(inputs),
         required_inputs=frozenset(required),
         defaults=_defaults(pipe, parameters, fields),
         size_multiple=size_multiple(pipe),
         supports_lora="lora_request" in fields,
         makes_video="num_frames" in parameters,
+        samplers=samplers,
+        samplers_with_sigmas=samplers & TAKE_SIGMAS,
+        samplers_with_eta=samplers & TAKE_ETA,
     )
+
+
+def _per_request(pipe: Any) -> frozenset[str]:
+    """A list call has one scheduler for all of its requests; stepped calls have their own."""
+    one_scheduler = family_of(type(pipe).__name__).exact_list_call
+    return _PER_REQUEST if one_scheduler else _PER_REQUEST | {"sampler"}
 
 
 def size_multiple(pipe: Any) -> int:
