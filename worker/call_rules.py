@@ -98,23 +98,61 @@ MERGEABLE_STATES = frozenset({"QwenImage21KVCache", "Flux2KVCache"})
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
+_WITHOUT_ROWS = frozenset({Kind.EXPAND, Kind.SAME, Kind.STATE, Kind.OPAQUE})
+
+
 class NoRowsError(TypeError):
     """No argument tells how many rows a call has; the call can't be shared."""
 
 
 def count_rows(arguments: Mapping[str, Any], rules: Mapping[str, Kind]) -> int:
-    """Return the rows of a call: the length of its first row-carrying argument.
+    """Return the rows of a call: the fewest a rule tells, else the first argument's with rows.
 
     Raises:
         NoRowsError: if there is none.
     """
+    told = [
+        length
+        for name, value in arguments.items()
+        if (length := _rows_by_rule(value, rules.get(name))) is not None
+    ]
+    if told:
+        return min(told)
     for name, value in arguments.items():
-        kind = rules.get(name)
-        if kind is Kind.ROW_LIST or (kind is None and _is_tensor_list(value)):
+        if rules.get(name) in _WITHOUT_ROWS:
+            continue
+        if _is_tensor_list(value):
             return len(value)
         if isinstance(value, torch.Tensor) and value.ndim >= 2:
             return int(value.shape[0])
     raise NoRowsError("no argument carries rows")
+
+
+def fits(kind: Kind, value: Any) -> bool:
+    """Whether a rule can be meant for a value: arguments may come in several types."""
+    match kind:
+        case Kind.ROWS | Kind.SAME_ROWS:
+            return value is None or (isinstance(value, torch.Tensor) and value.ndim >= 1)
+        case Kind.ROWS_1:
+            return value is None or (isinstance(value, torch.Tensor) and value.ndim >= 2)
+        case Kind.EXPAND:
+            return value is None or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        case Kind.ROW_LIST | Kind.SAME_LIST:
+            return value is None or isinstance(value, list)
+        case Kind.EACH:
+            return value is None or isinstance(value, list | tuple | dict)
+        case Kind.SAME | Kind.STATE | Kind.OPAQUE:
+            return True
+
+
+def _rows_by_rule(value: Any, kind: Kind | None) -> int | None:
+    if value is None or kind is None or not fits(kind, value):
+        return None
+    if kind is Kind.ROW_LIST:
+        return len(value)
+    if kind is Kind.ROWS_1:
+        return int(value.shape[1])
+    return int(value.shape[0]) if kind is Kind.ROWS and value.ndim >= 2 else None
 
 
 def infer_kind(value: Any, rows: int, *, known_model: bool = True) -> Kind:

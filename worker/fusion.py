@@ -21,6 +21,7 @@ from omni_engine.worker.call_rules import (
     Kind,
     NoRowsError,
     count_rows,
+    fits,
     infer_kind,
 )
 from omni_engine.worker.joining import (
@@ -101,11 +102,14 @@ class CallReader:
             rows = count_rows(arguments, self._rules)
         except NoRowsError:
             return Call(self._module, arguments, 1, {}, modes, shareable=False)
-        kinds = {
-            name: self._rules.get(name) or infer_kind(value, rows, known_model=self._known)
-            for name, value in arguments.items()
-        }
+        kinds = {name: self._kind(name, value, rows) for name, value in arguments.items()}
         return Call(self._module, arguments, rows, kinds, modes)
+
+    def _kind(self, name: str, value: Any, rows: int) -> Kind:
+        rule = self._rules.get(name)
+        if rule is not None and fits(rule, value):
+            return rule
+        return infer_kind(value, rows, known_model=self._known)
 
 
 def _is_whole(value: Any) -> bool:

@@ -63,7 +63,7 @@ def measure(family: Family) -> Measured:
         made, calls = together(stepper, requests)
         return Measured(
             type(pipe).__name__,
-            max(_apart(a, b) for a, b in zip(made, expected, strict=True)),
+            max(apart(a, b) for a, b in zip(made, expected, strict=True)),
             _changes(pipe, family, requests[1], expected[1]),
             stepper.forwards,
             calls,
@@ -103,9 +103,9 @@ def _changes(
 ) -> dict[str, float]:
     others = {"prompt": {"prompt": family.prompts[4]}}
     others |= {name: {name: value} for name, value in family.own(3).items()}
-    changes = {name: _apart(alone(pipe, {**request, **other}, 1), expected)
+    changes = {name: apart(alone(pipe, {**request, **other}, 1), expected)
                for name, other in others.items()}  # fmt: skip
-    return changes | {"seed": _apart(alone(pipe, request, 9), expected)}
+    return changes | {"seed": apart(alone(pipe, request, 9), expected)}
 
 
 def _result(output: Any) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _result(output: Any) -> torch.Tensor:
     return torch.as_tensor(found)
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """Largest difference, as a part of full scale; not a number counts as infinite."""
     full_scale = other.abs().max().item()
     difference = (one - other).abs().max().item() / full_scale
