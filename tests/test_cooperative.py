@@ -194,7 +194,7 @@ def test_an_abort_frees_tensors_at_once_and_touches_nobody(sd: Any) -> None:
     stepper.tick()
     pending = calls[1].pending
     assert pending is not None
-    latents = weakref.ref(pending.arguments["sample"])
+    latents = weakref.ref(pending.call.arguments["sample"])
     del pending
     stepper.abort(calls[1])
     assert latents() is None
@@ -398,7 +398,7 @@ def test_memory_is_flat_over_a_thousand_aborts(odd: Any) -> None:
     for seed in range(1000):
         call = stepper.start({"prompt": "x", "generator": generator(seed)}, seed, str(seed))
         assert call.pending is not None
-        alive.append(weakref.ref(call.pending.arguments["noisy"]))
+        alive.append(weakref.ref(call.pending.call.arguments["noisy"]))
         stepper.abort(call)
         del call
     stepper.close()
