@@ -24,6 +24,8 @@ from omni_engine.worker.signatures import diffusers_capabilities
 
 logger = logging.getLogger(__name__)
 
+_GUIDANCE = frozenset({"guidance_scale", "guidance_scale_2", "true_cfg_scale"})
+
 _LARGEST_PIXEL_DIFFERENCE = 3
 """Of uint8 pictures, between a list call and a wave at load; more is no rounding."""
 
@@ -48,7 +50,11 @@ def build_pipeline(
         pad_calls_to=settings["max_num_seqs"] if settings["deterministic"] else None,
         prompt_cache_size=settings["prompt_cache_size"],
     )
-    pipeline = DiffusersPipeline(pipe, stepper, diffusers_capabilities(pipe, report), aborts)
+    capabilities = diffusers_capabilities(pipe, report)
+    if settings["step_execution"]:  # each request takes its guidance in a call of its own
+        private = capabilities.per_request | _GUIDANCE
+        capabilities = dataclasses.replace(capabilities, per_request=private)
+    pipeline = DiffusersPipeline(pipe, stepper, capabilities, aborts)
     may_call_lists = not settings["step_execution"] and not settings["deterministic"]
     if may_call_lists and report.fused and family_of(type(pipe).__name__).exact_list_call:
         _choose_list_call(pipeline)

@@ -63,6 +63,7 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
     return PipelineCapabilities(
         pipeline=type(pipe).__name__,
         supports_request_batch=batching.fused,
+        supports_step_execution=True,
         batching_note=batching.note,
         sampling_fields=frozenset(fields),
         extra_args=frozenset(filter(_is_extra, parameters)),
