@@ -12,7 +12,7 @@ from omni_engine.cli.display import clean, console, print_json, table
 from omni_engine.cli.options import AsJson, Connect
 
 _DIGEST_CHARS = 16
-_STEP_COLUMNS = ("steps", "mean step", "requests a step")
+_STEP_COLUMNS = ("ticks", "mean tick", "requests a tick")
 
 _STATUS_HELP = "Show a running engine: stages, queues, batch sizes, workers and adapters."
 _STATUS_EPILOG = """
@@ -101,7 +101,7 @@ def _stage(stage: Mapping[str, Any]) -> Any:
         "capacity": _capacity(stage),
         "requests": f"{stage['waiting']} waiting, {stage['running']} running, "
         + ", ".join(f"{counts[kind]} {kind}" for kind in ("completed", "failed", "aborted")),
-        "steps by size" if stage["step_execution"] else "batch sizes": batch_sizes(
+        "ticks by size" if stage["step_execution"] else "batch sizes": batch_sizes(
             stage["batch_sizes"]
         )
         or "none yet",
@@ -113,7 +113,7 @@ def _capacity(stage: Mapping[str, Any]) -> str:
     most = stage["effective_max_num_seqs"] or stage["max_num_seqs"]
     policy = stage["scheduling_policy"]
     if stage["step_execution"]:
-        return f"{most} requests a step, policy {policy}"
+        return f"{most} requests a tick, policy {policy}"
     wait_ms = stage["request_batch_max_wait_ms"]
     return f"{most} requests a batch, policy {policy}, admission wait {wait_ms:g} ms"
 

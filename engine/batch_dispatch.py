@@ -49,8 +49,7 @@ class BatchDispatch:
         """Act on the end of a batch."""
         del self._running[worker.worker_id]
         worker.set_busy(False, now)
-        for output in outputs:
-            self._floor.finish(output, now)
+        self._floor.finish_all(outputs, now)
 
     def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
         """Act on progress of a batch."""

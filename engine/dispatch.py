@@ -51,6 +51,24 @@ class Floor:
             if (live := self.live.get(request_id)) is not None:
                 live.tell_progress(preview, now)
 
+    def finish_all(
+        self, outputs: Iterable[DiffusionOutput], now: float, *, stepped: bool = False
+    ) -> None:
+        """End requests; those that completed have done their last step.
+
+        Args:
+            outputs: of the requests.
+            now: seconds, monotonic.
+            stepped: whether an output's number of steps was counted step by step.
+        """
+        for output in outputs:
+            live = self.live[output.request_id]
+            steps = live.num_steps or (output.metrics.num_steps if stepped else 0)
+            if output.error is None and steps:
+                live.advance(steps, steps)
+                live.tell_progress(None, now)
+            self.finish(output, now)
+
 
 class SchedulerLife(Protocol):
     """The life of requests that both schedulers keep."""

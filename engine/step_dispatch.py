@@ -91,8 +91,7 @@ class StepDispatch:
             steps.members += report.ticks * len(members)
             self._floor.batch_sizes[len(members)] += report.ticks
         self._floor.note_progress(report, now)
-        for output in report.outputs:
-            self._floor.finish(output, now)
+        self._floor.finish_all(report.outputs, now, stepped=True)
         if report.plan_done:
             del steps.groups[plan_id]
         if report.ticks or report.plan_done:
