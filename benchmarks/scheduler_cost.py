@@ -1,21 +1,25 @@
-"""What the request scheduler costs per request: added, scheduled and finished, at a steady depth.
+"""What the schedulers cost per request: added, scheduled and finished, at a steady depth.
 
-    python benchmarks/scheduler_cost.py [--depths 1000 1000000] [--keys 1 100] [--requests 20000]
+    python benchmarks/scheduler_cost.py [--modes step] [--depths 1000 1000000] [--keys 1 100]
 
 Keeps the given number of requests waiting over the given number of keys, four requests to a batch
-at most, and times each request's whole way through, in processor time. Also prints what adding to
-the queue and aborting from it cost. The last lines say how flat the cost is over the depths; note
-that a shallow queue with many keys can't fill its batches, and a batch has a cost of its own.
+at most, and times each request's whole way through, in processor time. In step mode a request ends
+after one tick, four groups are resident, and each tick is reported by itself. Also prints what
+adding to the queue and aborting from it cost. The last lines say how flat the cost is over the
+depths; note that a shallow queue with many keys can't fill its batches, and a batch has a cost of
+its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import random
+from collections import deque
 from dataclasses import dataclass
 from time import process_time
-from typing import get_args
+from typing import Literal, get_args
 
 from omni_engine.engine.batching import PolicyName
 from omni_engine.engine.scheduler import (
@@ -24,6 +28,10 @@ from omni_engine.engine.scheduler import (
     SchedulerConfig,
     WorkerSlot,
 )
+from omni_engine.engine.step_scheduler import StepAssignment, StepScheduler
+
+Mode = Literal["request", "step"]
+Arrival = tuple[str, tuple[str, int], str | None]
 
 SLOT = WorkerSlot("worker-0", None)
 DONE = RequestStatus.FINISHED_COMPLETED
@@ -31,6 +39,7 @@ DONE = RequestStatus.FINISHED_COMPLETED
 
 @dataclass
 class Cost:
+    mode: Mode
     policy: PolicyName
     depth: int
     keys: int
@@ -40,17 +49,56 @@ class Cost:
     abort_us: float
 
 
+class RequestMode:
+    """Runs batches of the request scheduler at once."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.scheduler = RequestScheduler(config)
+
+    def run_some(self) -> int:
+        """Run a batch; return how many requests ended."""
+        [batch] = self.scheduler.schedule([SLOT], 0.0)
+        for request_id in batch.request_ids:
+            self.scheduler.finish(request_id, DONE, 0.0)
+        return len(batch.request_ids)
+
+
+class StepMode:
+    """Runs the step scheduler's plans one at a time; each request ends after one tick."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.scheduler = StepScheduler(config)
+        self.plans: deque[StepAssignment] = deque()
+        self.members: dict[int, list[str]] = {}
+
+    def run_some(self) -> int:
+        """Run a tick; return how many requests ended."""
+        scheduler = self.scheduler
+        for plan in scheduler.schedule([SLOT], 0.0):
+            self.members.setdefault(plan.group_id, []).extend(plan.new_ids)
+            if plan.ticks:
+                self.plans.append(plan)
+        plan = self.plans.popleft()
+        ended = self.members.pop(plan.group_id, [])
+        for request_id in ended:
+            scheduler.finish(request_id, DONE, 0.0)
+        scheduler.on_tick(SLOT.worker_id, plan.plan_id, bool(ended), 30.0, True, 0.0)
+        return len(ended)
+
+
 class Load:
     """A scheduler held at a constant number of waiting requests with random keys."""
 
-    def __init__(self, policy: PolicyName, keys: int, seed: int = 0) -> None:
-        self.scheduler = RequestScheduler(SchedulerConfig(policy=policy, max_skip_ms=1e9))
+    def __init__(self, mode: Mode, policy: PolicyName, keys: int, seed: int = 0) -> None:
+        config = SchedulerConfig(policy=policy, max_skip_ms=1e9)
+        self.runner = RequestMode(config) if mode == "request" else StepMode(config)
+        self.scheduler = self.runner.scheduler
         self.rng = random.Random(seed)
         self.keys = [("shape", number) for number in range(keys)]
         self.adapters = [None, *(f"adapter-{number}" for number in range(7))]
         self.serial = 0
 
-    def draw(self, count: int) -> list[tuple[str, tuple[str, int], str | None]]:
+    def draw(self, count: int) -> list[Arrival]:
         """Prepare ``count`` arrivals, so that drawing them isn't timed."""
         arrivals = []
         for serial in range(self.serial, self.serial + count):
@@ -60,25 +108,23 @@ class Load:
         self.serial += count
         return arrivals
 
-    def add(self, arrivals: list[tuple[str, tuple[str, int], str | None]]) -> float:
+    def add(self, arrivals: list[Arrival]) -> float:
         start = process_time()
         for request_id, key, adapter in arrivals:
             self.scheduler.add(request_id, key=key, adapter=adapter, now=0.0)
         return process_time() - start
 
-    def cycle(self, arrivals: list[tuple[str, tuple[str, int], str | None]]) -> tuple[float, int]:
+    def cycle(self, arrivals: list[Arrival]) -> tuple[float, int]:
         """Run as many requests as arrive; return the seconds it took and the number of batches."""
-        scheduler, slots, batches = self.scheduler, [SLOT], 0
+        scheduler, run_some, batches = self.scheduler, self.runner.run_some, 0
         incoming = iter(arrivals)
         left = len(arrivals)
         start = process_time()
         while left > 0:
-            [batch] = scheduler.schedule(slots, 0.0)
-            for request_id in batch.request_ids:
-                scheduler.finish(request_id, DONE, 0.0)
-            batches += 1
-            left -= len(batch.request_ids)
-            for _ in batch.request_ids:
+            ended = run_some()
+            batches += ended > 0
+            left -= ended
+            for _ in range(ended):
                 if (arrival := next(incoming, None)) is None:
                     break
                 scheduler.add(arrival[0], key=arrival[1], adapter=arrival[2], now=0.0)
@@ -91,8 +137,10 @@ class Load:
         return process_time() - start
 
 
-def measure(policy: PolicyName, depth: int, keys: int, requests: int, repeats: int) -> Cost:
-    load = Load(policy, keys)
+def measure(
+    mode: Mode, policy: PolicyName, depth: int, keys: int, requests: int, repeats: int
+) -> Cost:
+    load = Load(mode, policy, keys)
     prepared = load.draw(depth)
     gc.collect()
     add_s = load.add(prepared)
@@ -106,6 +154,7 @@ def measure(policy: PolicyName, depth: int, keys: int, requests: int, repeats: i
     victims = [one for one in named if load.scheduler.status_of(one) is RequestStatus.WAITING]
     abort_s = load.abort(victims)
     return Cost(
+        mode=mode,
         policy=policy,
         depth=depth,
         keys=keys,
@@ -122,25 +171,25 @@ def main() -> None:
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 100, 10**4])
     parser.add_argument("--requests", type=int, default=5_000, help="per timed round")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, of which the best counts")
+    parser.add_argument("--modes", nargs="+", choices=get_args(Mode), default=get_args(Mode))
     args = parser.parse_args()
-    print("policy   waiting    keys  mean batch  us/request   us/add  us/abort")
+    print("mode     policy   waiting    keys  mean batch  us/request   us/add  us/abort")
     flat: list[str] = []
-    for policy in get_args(PolicyName):
-        for keys in args.keys:
-            costs = [
-                measure(policy, depth, keys, args.requests, args.repeats) for depth in args.depths
-            ]
-            for cost in costs:
-                print(
-                    f"{cost.policy:8} {cost.depth:7} {cost.keys:7}  {cost.batch:10.2f}"
-                    f"  {cost.cycle_us:10.2f}  {cost.add_us:7.2f}  {cost.abort_us:8.2f}",
-                    flush=True,
-                )
-            cycle = [cost.cycle_us for cost in costs]
-            flat.append(
-                f"{policy}, {keys} keys: {min(cycle):.2f} to {max(cycle):.2f} us/request,"
-                f" deepest / shallowest {cycle[-1] / cycle[0]:.2f}"
+    for mode, policy, keys in itertools.product(args.modes, get_args(PolicyName), args.keys):
+        costs = [
+            measure(mode, policy, depth, keys, args.requests, args.repeats) for depth in args.depths
+        ]
+        for cost in costs:
+            print(
+                f"{cost.mode:8} {cost.policy:8} {cost.depth:7} {cost.keys:7}  {cost.batch:10.2f}"
+                f"  {cost.cycle_us:10.2f}  {cost.add_us:7.2f}  {cost.abort_us:8.2f}",
+                flush=True,
             )
+        cycle = [cost.cycle_us for cost in costs]
+        flat.append(
+            f"{mode}, {policy}, {keys} keys: {min(cycle):.2f} to {max(cycle):.2f} us/request,"
+            f" deepest / shallowest {cycle[-1] / cycle[0]:.2f}"
+        )
     print("\n".join(["", *flat]))
 
 

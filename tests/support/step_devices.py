@@ -141,7 +141,9 @@ class Stage:
         return plans
 
     def _check(self, plan: StepAssignment) -> None:
-        held = self.held.setdefault((plan.worker_id, plan.group_id), set())
+        held = self.held.get((plan.worker_id, plan.group_id), set())
+        if plan.new_ids:
+            self.held[plan.worker_id, plan.group_id] = held
         for request_id in plan.new_ids:
             assert self.groups_of[request_id] == (plan.key, plan.adapter)
             assert self.scheduler.status_of(request_id) is RequestStatus.RUNNING
@@ -153,10 +155,9 @@ class Stage:
         assert len(held) <= self.config.max_num_seqs
         assert sum(self.sizes[one][0] for one in held) <= (self.config.max_batch_rows or 10**9)
         assert sum(self.sizes[one][1] for one in held) <= (self.config.max_batch_work or 10**9)
-        resident = [group for (worker, group), ids in self.held.items() if ids]
-        on_worker = [g for (w, g), ids in self.held.items() if w == plan.worker_id and ids]
-        assert len(on_worker) <= self.max_groups
+        resident = [group for _, group in self.held]
         assert len(set(resident)) == len(resident)
+        assert sum(worker == plan.worker_id for worker, _ in self.held) <= self.max_groups
 
     def deliver(self, report: Report, *, finish_first: bool = True) -> None:
         """Tell the scheduler of a report, its outputs before or after its ticks."""
@@ -177,7 +178,10 @@ class Stage:
     def _finish(self, report: Report) -> None:
         for request_id in report.ended:
             self.end(request_id, self.scheduler.finish(request_id, DONE, self.now))
-            self.held[report.worker_id, report.group_id].remove(request_id)
+            held = self.held[report.worker_id, report.group_id]
+            held.remove(request_id)
+            if not held:
+                del self.held[report.worker_id, report.group_id]
 
     def end(self, request_id: str, status: RequestStatus | None) -> None:
         assert status is not None
