@@ -94,7 +94,7 @@ class RequestPipeline(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class StepRequestState:
     """One picture of one request between ``prepare_encode`` and ``post_decode``.
 

@@ -189,19 +189,24 @@ class StepLoop:
         try:
             predictions = _per_state(self._pipeline.denoise_step(_batch(states), states), states)
         except Exception as error:  # noqa: BLE001  # boundary: one batch
-            if len(pictures) == 1:
-                return [error]
-            logger.warning(
-                "a step of %d pictures failed (%s: %s); each is run alone",
-                len(pictures),
-                type(error).__name__,
-                error,
-            )
-            return [self._predict([picture])[0] for picture in pictures]
-        requests = len({state.request_id for state in states})
+            failure = error.with_traceback(None)  # its frames would keep the states alive
+        else:
+            self._count_forward(pictures)
+            return predictions
+        if len(pictures) == 1:
+            return [failure]
+        logger.warning(
+            "a step of %d pictures failed (%s: %s); each is run alone",
+            len(pictures),
+            type(failure).__name__,
+            str(failure),
+        )
+        return [self._predict([picture])[0] for picture in pictures]
+
+    def _count_forward(self, pictures: Sequence[Picture]) -> None:
+        requests = len({picture.state.request_id for picture in pictures})
         for picture in pictures:
             picture.counts.add(requests)
-        return predictions
 
     def _decode(self) -> None:
         waiting = [picture for picture in self._pictures() if picture.undecoded]
