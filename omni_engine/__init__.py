@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omni_engine.protocol.errors import OmniError
     from omni_engine.protocol.outputs import DiffusionOutput
     from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
-    from omni_engine.stages.contracts import DiffusionRequestBatch
+    from omni_engine.stages.contracts import DiffusionRequestBatch, StepBatch, StepRequestState
 
 __version__ = version("omni-engine")
 
@@ -26,6 +26,8 @@ __all__ = [
     "OmniClient",
     "OmniDiffusionSamplingParams",
     "OmniError",
+    "StepBatch",
+    "StepRequestState",
 ]
 
 _HOMES = {
@@ -38,6 +40,8 @@ _HOMES = {
     "OmniClient": "engine.client",
     "OmniDiffusionSamplingParams": "protocol.sampling",
     "OmniError": "protocol.errors",
+    "StepBatch": "stages.contracts",
+    "StepRequestState": "stages.contracts",
 }
 
 
