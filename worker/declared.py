@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from omni_engine.protocol import codec
 from omni_engine.protocol.errors import InvalidRequestError, PipelineContractError
 from omni_engine.protocol.plans import PipelineCapabilities
@@ -20,17 +22,40 @@ def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
     """
     names = PipelineCapabilities.__dataclass_fields__
     found = {n: _checked(n, getattr(pipeline, n)) for n in names if hasattr(pipeline, n)}
-    note = (
-        "the pipeline's own forward(batch)"
-        if found.get("supports_request_batch", False)
-        else "request by request: the pipeline does not declare supports_request_batch"
-    )
     inferred = {
         "pipeline": type(pipeline).__name__,
-        "batching_note": note,
+        "supports_request_batch": _only_has_steps(pipeline) and not found.get("exclusive", False),
         "supports_lora": hasattr(pipeline, "load_lora_weights"),
     }
-    return PipelineCapabilities(**{**inferred, **found})
+    declared = {**inferred, **found}
+    return PipelineCapabilities(**{"batching_note": _batching_note(pipeline, declared), **declared})
+
+
+def has_forward(pipeline: Any) -> bool:
+    """Whether a pipeline has a ``forward``; every torch module has one that only raises."""
+    found = getattr(type(pipeline), "forward", None)
+    return found is not None and found is not torch.nn.Module.forward
+
+
+def _only_has_steps(pipeline: Any) -> bool:
+    """Whether request batches, too, are run by its steps."""
+    stepped = getattr(pipeline, "supports_step_execution", False)
+    return bool(stepped) and not has_forward(pipeline)
+
+
+def _batching_note(pipeline: Any, declared: dict[str, Any]) -> str:
+    stepped = "stepped: the pipeline's own denoise_step"
+    if declared.get("exclusive", False):
+        return "request by request: the pipeline declares that it is exclusive"
+    if _only_has_steps(pipeline):
+        if declared["supports_request_batch"]:
+            return stepped
+        return f"{stepped}; request by request without step execution, as the pipeline declares"
+    if not declared["supports_request_batch"]:
+        note = "request by request: the pipeline does not declare supports_request_batch"
+    else:
+        note = "the pipeline's own forward(batch)"
+    return f"{note}; {stepped}" if declared.get("supports_step_execution", False) else note
 
 
 def _is_set_of_names(value: Any) -> bool:

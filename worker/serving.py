@@ -8,6 +8,7 @@ from omni_engine.protocol import plans
 from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, StepPlan, WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.declared import has_forward
 from omni_engine.worker.link import EngineLink
 from omni_engine.worker.request_runner import RequestRunner
 from omni_engine.worker.step_runner import StepRunner
@@ -23,8 +24,8 @@ def serve_batches(
     aborts: AbortFlags,
 ) -> None:
     """Run batch plans, one after the other."""
-    if not hasattr(pipeline, "forward"):
-        pipeline = WavePipeline(pipeline, aborts.is_set)
+    if not has_forward(pipeline):
+        pipeline = WavePipeline(pipeline, aborts.is_set, one_at_a_time=capabilities.exclusive)
     runner = RequestRunner(
         pipeline, adapters, aborts, spec.worker_id, lambda report: link.send(report.to_wire())
     )

@@ -53,15 +53,22 @@ class WavePipeline:
     Args:
         pipeline: fulfils the stepwise contract.
         is_aborted: whether a request was aborted.
+        one_at_a_time: finish a picture before the next begins.
     """
 
     supports_request_batch = True
 
-    def __init__(self, pipeline: Any, is_aborted: Callable[[str], bool]) -> None:
+    def __init__(
+        self, pipeline: Any, is_aborted: Callable[[str], bool], *, one_at_a_time: bool = False
+    ) -> None:
         self._pipeline, self._is_aborted = pipeline, is_aborted
+        self._one_at_a_time = one_at_a_time
 
     def forward(
         self, batch: DiffusionRequestBatch, on_states: OnStates | None = None
     ) -> list[DiffusionOutput]:
         """Run the batch; one output per request, in order."""
-        return run_wave(self._pipeline, batch, self._is_aborted, on_states)
+        one_at_a_time = self._one_at_a_time
+        return run_wave(
+            self._pipeline, batch, self._is_aborted, on_states, one_at_a_time=one_at_a_time
+        )
