@@ -27,6 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(TESTS / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMNI_ENGINE_CACHE"] = str(Path(os.environ["TMPDIR"], "cache"))
 
 
 def started_processes() -> set[int]:

@@ -16,11 +16,25 @@ from omni_engine.protocol.plans import PipelineCapabilities, WorkerSpec
 from omni_engine.stages.contracts import DiffusionRequestBatch
 from omni_engine.stages.families import family_of
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.certification import certify, make_stepper, synthetic_requests
+from omni_engine.worker.certificates import (
+    Certificate,
+    CertificateStore,
+    ListCallChoice,
+    cache_folder,
+)
+from omni_engine.worker.certification import (
+    CERTIFICATION_VERSION,
+    certify,
+    make_stepper,
+    named_denoisers,
+)
 from omni_engine.worker.declared import declared_capabilities
 from omni_engine.worker.diffusers_adapter import DiffusersPipeline
 from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.model_identity import certificate_key
 from omni_engine.worker.signatures import diffusers_capabilities
+from omni_engine.worker.synthetic import RequestMaker, list_call_requests
+from omni_engine.worker.views import is_exclusive
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +42,11 @@ _GUIDANCE = frozenset({"guidance_scale", "guidance_scale_2", "true_cfg_scale"})
 
 _LARGEST_PIXEL_DIFFERENCE = 3
 """Of uint8 pictures, between a list call and a wave at load; more is no rounding."""
+
+
+def is_plain_diffusers(pipe: Any) -> bool:
+    """Whether a pipeline is one of diffusers' kind and doesn't serve plans itself."""
+    return isinstance(pipe, diffusers.DiffusionPipeline) and not hasattr(pipe, "forward")
 
 
 def build_pipeline(
@@ -40,41 +59,79 @@ def build_pipeline(
         spec: the worker's settings.
         aborts: consulted between steps.
     """
-    if not isinstance(pipe, diffusers.DiffusionPipeline) or hasattr(pipe, "forward"):
+    if not is_plain_diffusers(pipe):
         return pipe, declared_capabilities(pipe)
     settings = spec.engine_args
+    store = certificate_store(pipe, spec)
+    certificate = store.load() or certified_anew(pipe, store)
+    pipeline = wrap(pipe, spec, certificate.report, aborts)
+    may_call_lists = not settings["step_execution"] and not settings["deterministic"]
+    family = family_of(type(pipe).__name__)
+    if may_call_lists and certificate.report.fused and family.exact_list_call:
+        if certificate.list_call is None:
+            choice = _time_list_call(pipeline)
+            certificate = dataclasses.replace(certificate, list_call=choice)
+            store.save(certificate)
+        _apply(certificate, pipeline)
+    return pipeline, pipeline.capabilities
+
+
+def certificate_store(pipe: Any, spec: WorkerSpec) -> CertificateStore:
+    """Return where the certificate of a loaded diffusers pipeline is kept."""
+    key = certificate_key(pipe, spec, CERTIFICATION_VERSION)
+    return CertificateStore(key, frozenset(named_denoisers(pipe)), cache_folder())
+
+
+def certified_anew(pipe: Any, store: CertificateStore) -> Certificate:
+    """Certify a diffusers pipeline, and keep the finding."""
     report = certify(pipe, diffusers_capabilities(pipe, FusionReport(False, "")))
+    certificate = Certificate(report)
+    store.save(certificate)
+    return certificate
+
+
+def wrap(
+    pipe: Any, spec: WorkerSpec, report: FusionReport, aborts: AbortFlags
+) -> DiffusersPipeline:
+    """Return a diffusers pipeline under both contracts, sharing what was certified."""
+    settings = spec.engine_args
     stepper = make_stepper(
         pipe,
         report,
         pad_calls_to=settings["max_num_seqs"] if settings["deterministic"] else None,
         prompt_cache_size=settings["prompt_cache_size"],
     )
-    capabilities = diffusers_capabilities(pipe, report)
+    capabilities = dataclasses.replace(
+        diffusers_capabilities(pipe, report), exclusive=is_exclusive(pipe)
+    )
     if settings["step_execution"]:  # each request takes its guidance in a call of its own
         private = capabilities.per_request | _GUIDANCE
         capabilities = dataclasses.replace(capabilities, per_request=private)
-    pipeline = DiffusersPipeline(pipe, stepper, capabilities, aborts)
-    may_call_lists = not settings["step_execution"] and not settings["deterministic"]
-    if may_call_lists and report.fused and family_of(type(pipe).__name__).exact_list_call:
-        _choose_list_call(pipeline)
-    return pipeline, pipeline.capabilities
+    return DiffusersPipeline(pipe, stepper, capabilities, aborts)
 
 
-def _choose_list_call(pipeline: DiffusersPipeline) -> None:
-    """Run batches as one list call if it gives the same pictures and was faster just now."""
+def _time_list_call(pipeline: DiffusersPipeline) -> ListCallChoice:
+    """Choose a list call if it gives the same pictures and was faster just now."""
     capabilities = pipeline.capabilities
-    first = synthetic_requests(capabilities, capabilities.required_inputs)[0]
-    batch = DiffusionRequestBatch(
-        tuple(dataclasses.replace(first, request_id=f"warm-up {i}") for i in range(4))
-    )
+    maker = RequestMaker(pipeline.pipe, capabilities, capabilities.required_inputs)
+    batch = DiffusionRequestBatch(tuple(list_call_requests(maker)))
     in_waves, wave_ms = _fastest(pipeline.run_wave, batch)
     as_list, list_ms = _fastest(pipeline.run_list_call, batch)
     difference = _largest_difference(in_waves, as_list)
-    pipeline.list_call = list_ms < wave_ms and difference <= _LARGEST_PIXEL_DIFFERENCE
-    what = "one list call per batch" if pipeline.list_call else capabilities.batching_note
-    note = f"{what} (at warm-up a list call took {list_ms:.0f} ms, stepping {wave_ms:.0f} ms)"
-    pipeline.capabilities = dataclasses.replace(capabilities, batching_note=note)
+    chosen = list_ms < wave_ms and difference <= _LARGEST_PIXEL_DIFFERENCE
+    return ListCallChoice(chosen, list_ms, wave_ms)
+
+
+def _apply(certificate: Certificate, pipeline: DiffusersPipeline) -> None:
+    report, choice = certificate.report, certificate.list_call
+    assert choice is not None
+    pipeline.list_call = choice.chosen
+    what = "one list call per batch" if choice.chosen else report.finding
+    note = (
+        f"{what} (at warm-up a list call took {choice.list_ms:.0f} ms, "
+        f"stepping {choice.step_ms:.0f} ms; {report.provenance})"
+    )
+    pipeline.capabilities = dataclasses.replace(pipeline.capabilities, batching_note=note)
 
 
 def _fastest(

@@ -2,36 +2,46 @@
 
 Synthetic requests of two aspect ratios with equal token counts, two prompt lengths and different
 step counts are run alone and together. Beyond tolerance, or when they can't be run, the pipeline
-runs unfused, which is always exact, and status says why.
+runs unfused, which is always exact, and status says why. Denoisers that the table doesn't know are
+observed first; where that doesn't pass, inference is tried.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from omni_engine.protocol.errors import ModelError
 from omni_engine.protocol.plans import PipelineCapabilities
-from omni_engine.protocol.requests import DiffusionRequest, build_request
-from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.worker.call_rules import RULES, Kind
 from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
-from omni_engine.worker.fusion_report import FusionReport
-from omni_engine.worker.row_calls import CallBuilder, Row, unpack
+from omni_engine.worker.fusion_report import FusionReport, Source
+from omni_engine.worker.observation import observed_rules
+from omni_engine.worker.row_calls import CallBuilder, Row
+from omni_engine.worker.synthetic import RequestMaker, certification_requests
 from omni_engine.worker.views import autoencoders, denoisers, is_exclusive, text_encoders
 
 logger = logging.getLogger(__name__)
+
+CERTIFICATION_VERSION = 1
+"""Part of a stored certificate's key."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 5e-2
 """Largest difference of pixels in [0, 1] between alone and fused, after two or three steps."""
 
-_PROMPTS = (
-    "a cat",
-    "a small red house beside a lake, with mountains behind it, in the morning",
-    "a dog",
-)
+_UNFUSED = FusionReport(False, "")
+
+ObservedRules = Mapping[str, Mapping[str, Kind]]
+"""Kinds of arguments, by component and argument."""
 
 
 def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
@@ -45,14 +55,18 @@ def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
         return FusionReport(False, "request by request: it rewires its model during a call")
     if not denoisers(pipe):
         return FusionReport(False, "request by request: it has no denoiser to share")
+    observed = _observe(pipe, capabilities)
     failure = ""
     for inputs in dict.fromkeys((capabilities.required_inputs, capabilities.inputs)):
+        requests = certification_requests(RequestMaker(pipe, capabilities, inputs))
         try:
-            return _compare(pipe, synthetic_requests(capabilities, inputs))
+            alone, calls = _results(pipe, requests, _UNFUSED)
         except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
-            failure = str(error)
+            failure = str(error) or type(error).__name__
+            continue
+        return _certified(pipe, requests, observed, alone, calls.forwards)
     logger.warning("%s can't be certified: %s", capabilities.pipeline, failure)
-    return FusionReport(False, f"request by request: certification failed ({failure})")
+    return _failed(failure)
 
 
 def make_stepper(pipe: Any, report: FusionReport, **options: Any) -> CooperativeStepper:
@@ -63,82 +77,148 @@ def make_stepper(pipe: Any, report: FusionReport, **options: Any) -> Cooperative
         report: what certification found.
         options: see ``CooperativeStepper``.
     """
+    named = named_denoisers(pipe)
     return CooperativeStepper(
         pipe,
         denoisers(pipe),
         encoders=text_encoders(pipe) if report.encoders else (),
         autoencoders=autoencoders(pipe),
         fused=report.fused,
+        observed={named[name]: rules for name, rules in report.observed.items()},
         **options,
     )
 
 
-def _compare(pipe: Any, requests: list[DiffusionRequest]) -> FusionReport:
-    """Compare alone with together, at first with shared text encoders, then without."""
-    alone, unfused = _pictures(pipe, requests, FusionReport(False, ""))
-    dtype = next(denoisers(pipe)[0].parameters()).dtype
-    report = FusionReport(False, "")
-    for encoders in (True, False):
-        together, stepper = _pictures(pipe, requests, FusionReport(True, "", encoders=encoders))
-        if stepper.forwards == unfused.forwards:
-            note = "request by request: it is not clear how its calls combine"
-            return FusionReport(False, note, encoders=encoders)
-        report = _judge(alone, together, stepper, dtype, encoders=encoders)
+def named_denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Return the modules whose forwards requests share, by component; "inner.unet" if nested."""
+    shared = set(denoisers(pipe))
+    found: dict[str, torch.nn.Module] = {}
+    for name, value in pipe.components.items():
+        if hasattr(value, "components") and hasattr(value, "register_modules"):
+            found |= {f"{name}.{n}": module for n, module in named_denoisers(value).items()}
+        elif isinstance(value, torch.nn.Module) and value in shared:
+            found[name] = value
+    return found
+
+
+def tolerance_of(pipe: Any) -> float:
+    """Return by how much results in [0, 1] may differ from those of plain diffusers."""
+    parameters = (p for module in denoisers(pipe) for p in module.parameters())
+    first = next(parameters, None)
+    dtype = torch.float32 if first is None else first.dtype
+    return TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE)
+
+
+def result_array(result: Any) -> npt.NDArray[np.float64]:
+    """Return the only picture, clip or waveform of what a pipeline returned.
+
+    Raises:
+        ModelError: if there is none in it.
+    """
+    for name in ("images", "frames", "videos", "audios"):
+        if (found := getattr(result, name, None)) is not None:
+            item = found[0]
+            array = item.float().cpu().numpy() if isinstance(item, torch.Tensor) else item
+            return np.asarray(array).astype(np.float64)
+    raise ModelError(
+        f"the pipeline returned {type(result).__name__} without images, frames or audios"
+    )
+
+
+def _observe(pipe: Any, capabilities: PipelineCapabilities) -> ObservedRules:
+    found = observed_rules(pipe, denoisers(pipe), capabilities)
+    return {n: found[module] for n, module in named_denoisers(pipe).items() if module in found}
+
+
+def _certified(
+    pipe: Any,
+    requests: list[DiffusionRequest],
+    observed: ObservedRules,
+    alone: list[npt.NDArray[np.float64]],
+    calls: int,
+) -> FusionReport:
+    """Compare with the observed rules; without them, if that doesn't pass."""
+    report = _UNFUSED
+    for rules in (observed, {}) if observed else ({},):
+        found = FusionReport(True, "", sources=_sources(pipe, rules), observed=rules)
+        try:
+            report = _compare(pipe, requests, found, alone, calls)
+        except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
+            logger.warning("%s can't be certified: %s", type(pipe).__name__, error)
+            report = _failed(str(error) or type(error).__name__)
         if report.fused:
             break
     return report
 
 
-def synthetic_requests(
-    capabilities: PipelineCapabilities, inputs: frozenset[str]
-) -> list[DiffusionRequest]:
-    """Return requests that would show wrong sharing: two shapes, two lengths, mixed steps.
+def _sources(pipe: Any, observed: ObservedRules) -> dict[str, Source]:
+    def source(name: str, module: torch.nn.Module) -> Source:
+        if type(module).__name__ in RULES:
+            return "table"
+        return "observed" if name in observed else "inferred"
 
-    The first and the last have prompts of one length: they share even where none can be padded.
-
-    Args:
-        capabilities: what the pipeline takes.
-        inputs: the pictures to give; many pipelines need some that their signature calls optional.
-    """
-    long, short = 16 * capabilities.size_multiple, 8 * capabilities.size_multiple
-    plan = [(long, short, 0, 3), (short, long, 1, 2), (long, short, 1, 2), (long, short, 2, 2)]
-    return [
-        _synthetic(capabilities, inputs, height, width, _PROMPTS[prompt], steps, seed)
-        for seed, (height, width, prompt, steps) in enumerate(plan)
-    ]
+    return {name: source(name, module) for name, module in named_denoisers(pipe).items()}
 
 
-def _synthetic(
-    capabilities: PipelineCapabilities,
-    inputs: frozenset[str],
-    height: int,
-    width: int,
-    prompt: str,
-    steps: int,
-    seed: int,
-) -> DiffusionRequest:
-    wanted = {
-        "height": height,
-        "width": width,
-        "num_inference_steps": steps,
-        "num_frames": 9,
-        "strength": 0.9,  # a pipeline's own may leave no step of two or three
-    }
-    fields: dict[str, Any] = {
-        n: value for n, value in wanted.items() if n in capabilities.sampling_fields
-    }
-    if "true_cfg_scale" in capabilities.sampling_fields:
-        fields |= {"negative_prompt": " "}
-    defaults = {n: v for n, v in capabilities.defaults.items() if n not in ("height", "width")}
-    params = OmniDiffusionSamplingParams(**fields, seed=seed).with_defaults(defaults)
-    rng = np.random.default_rng(seed)
-    picture = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return build_request(prompt, params, multi_modal_data=dict.fromkeys(inputs, picture))
+def _compare(
+    pipe: Any,
+    requests: list[DiffusionRequest],
+    wanted: FusionReport,
+    alone: list[npt.NDArray[np.float64]],
+    calls: int,
+) -> FusionReport:
+    """Compare alone with together, at first with shared text encoders, then without."""
+    report = wanted
+    for encoders in (True, False):
+        wanted = dataclasses.replace(wanted, encoders=encoders)
+        together, stepper = _results(pipe, requests, wanted)
+        if stepper.forwards == calls:
+            return _refused(wanted, "it is not clear how its calls combine")
+        report = _judge(alone, together, stepper, wanted, tolerance_of(pipe))
+        if report.fused:
+            break
+    return report
 
 
-def _pictures(
+def _judge(
+    alone: list[npt.NDArray[np.float64]],
+    together: list[npt.NDArray[np.float64]],
+    stepper: CooperativeStepper,
+    wanted: FusionReport,
+    tolerance: float,
+) -> FusionReport:
+    difference = max(float(np.abs(a - b).max()) for a, b in zip(alone, together, strict=True))
+    if not difference <= tolerance:  # NaN is no pass
+        why = f"sharing forwards changes pictures by {difference:.1e}, more than {tolerance:.0e}"
+        return _refused(wanted, why)
+    if stepper.fallbacks:
+        # It may have been memory that was short just now: not to be remembered.
+        return dataclasses.replace(_refused(wanted, "shared forwards fail"), certified_at=None)
+    return dataclasses.replace(
+        wanted,
+        finding="requests share the denoiser's forwards, "
+        f"fused differs from alone by {difference:.1e} at most",
+        certified_at=_now(),
+    )
+
+
+def _refused(wanted: FusionReport, why: str) -> FusionReport:
+    return dataclasses.replace(
+        wanted, fused=False, finding=f"request by request: {why}", certified_at=_now()
+    )
+
+
+def _failed(why: str) -> FusionReport:
+    return FusionReport(False, f"request by request: certification failed ({why})")
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _results(
     pipe: Any, requests: list[DiffusionRequest], report: FusionReport
-) -> tuple[list[Any], CooperativeStepper]:
+) -> tuple[list[npt.NDArray[np.float64]], CooperativeStepper]:
     builder = CallBuilder(pipe)
     stepper = make_stepper(pipe, report)
     try:
@@ -149,36 +229,10 @@ def _pictures(
         stepper.run()
     finally:
         stepper.close()
-    return [_picture(call) for call in calls], stepper
+    return [_result(call) for call in calls], stepper
 
 
-def _picture(call: CooperativeCall) -> Any:
+def _result(call: CooperativeCall) -> npt.NDArray[np.float64]:
     if call.error is not None:
         raise call.error
-    return unpack(call.result, latents=False)[0].astype(np.float64)
-
-
-def _judge(
-    alone: list[Any],
-    together: list[Any],
-    stepper: CooperativeStepper,
-    dtype: torch.dtype,
-    *,
-    encoders: bool,
-) -> FusionReport:
-    difference = max(float(np.abs(a - b).max()) for a, b in zip(alone, together, strict=True))
-    tolerance = TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE)
-    found = f"certified at load: fused differs from alone by {difference:.1e} at most"
-    if not difference <= tolerance:  # NaN is no pass
-        note = (
-            f"request by request: sharing forwards changes pictures by {difference:.1e}, "
-            f"more than {tolerance:.0e}"
-        )
-        return FusionReport(False, note, encoders=encoders)
-    if stepper.fallbacks and not encoders:
-        return FusionReport(False, "request by request: shared forwards fail", encoders=encoders)
-    return FusionReport(
-        not stepper.fallbacks,
-        f"requests share the denoiser's forwards ({found})",
-        encoders=encoders,
-    )
+    return result_array(call.result)
