@@ -9,7 +9,9 @@ so that a name means the same for every model.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,9 @@ _FACTS: Mapping[Space, tuple[str, ...]] = {
 _INDISPENSABLE = ("trained_betas", "rescale_betas_zero_snr", "use_dynamic_shifting",
                   "shift_terminal")  # fmt: skip
 """Facts that, where they hold, only a class that knows them can sample with."""
+
+_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+"""Those that every class knows."""
 
 _READ_BY_PIPELINES = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 """Facts that flow-matching pipelines read from the configuration to compute their shift."""
@@ -114,9 +119,9 @@ def samplers_for(pipe: Any) -> frozenset[str]:
         name
         for name, sampler in SAMPLERS.items()
         if sampler.space is space
+        and _is_installed(sampler)
         and _knows_facts(sampler, own)
         and (space is not Space.FLOW or (call is not None and _understands(sampler, call, own)))
-        and _can_be_made(sampler, own)
     )
 
 
@@ -140,14 +145,28 @@ def with_sampler(pipe: Any, sampler: str | None, seed: int) -> Any:
             value=sampler,
             expected="one of " + ", ".join(sorted(SAMPLERS)),
         )
-    return _make(SAMPLERS[sampler], pipe.scheduler, seed)
+    made = copy.deepcopy(_template(sampler, pipe.scheduler))
+    if hasattr(made, "noise_sampler_seed"):
+        made.noise_sampler_seed = seed
+    return made
 
 
-def _make(sampler: Sampler, own: Any, seed: int) -> Any:
+_templates: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Schedulers to copy, by the model's own scheduler and name: making one can take a second."""
+
+
+def _template(sampler: str, own: Any) -> Any:
+    made = _templates.setdefault(own, {})
+    if sampler not in made:
+        made[sampler] = _make(SAMPLERS[sampler], own)
+    return made[sampler]
+
+
+def _make(sampler: Sampler, own: Any) -> Any:
     cls, config = _class_of(sampler), own.config
     given = {name: config[name] for name in _FACTS[sampler.space] if name in config}
     given.setdefault("clip_sample", False)  # what the model's own scheduler doesn't do either
-    given |= {"shift": _shift(own), "flow_shift": _shift(own), "noise_sampler_seed": seed}
+    given |= {"shift": _shift(own), "flow_shift": _shift(own)}
     given |= sampler.settings
     takes = _parameters(cls)
     known = {name: config[name] for name in config if name in takes or name.startswith("_")}
@@ -200,6 +219,7 @@ def _space_of(own: Any) -> Space | None:
         name in _schedulers_of(Space.NOISE)
         and config.get("variance_type") not in ("learned", "learned_range")
         and config.get("timestep_type", "discrete") == "discrete"
+        and config.get("beta_schedule") in _BETA_SCHEDULES
         and config.get("sigma_min") is None
         and config.get("sigma_max") is None
     )
@@ -239,13 +259,7 @@ def _understands(sampler: Sampler, call: _FlowCall, own: Any) -> bool:
     return True
 
 
-def _can_be_made(sampler: Sampler, own: Any) -> bool:
-    """Whether the class is installed and takes the model's schedule, such as its betas."""
+def _is_installed(sampler: Sampler) -> bool:
+    """Whether diffusers has the class: it puts a placeholder for one that needs other packages."""
     cls = _class_of(sampler)
-    if not (isinstance(cls, type) and issubclass(cls, SchedulerMixin)):
-        return False  # a placeholder: the scheduler needs a package that isn't there
-    try:
-        _make(sampler, own, seed=0)
-    except (NotImplementedError, ValueError):
-        return False
-    return True
+    return isinstance(cls, type) and issubclass(cls, SchedulerMixin)
