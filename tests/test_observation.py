@@ -40,8 +40,8 @@ UNOBSERVED = {
     "qwen_image_edit": "one picture for two prompts confuses its processor",
     "qwen_image_edit_plus": "it takes one prompt at a time",
 }
-RARELY_SHARED = {"pixart_sigma", "sana", "ltx", "lumina2"}
-"""Their masks may be read by the first row only, for all that can be seen."""
+RARELY_SHARED = {"pixart_sigma", "sana", "ltx", "lumina2", "glm_image"}
+"""Their masks or tokens may be read by the first row only, for all that can be seen."""
 
 
 def probe_of(family: Family, count: int) -> dict[str, Any]:

@@ -23,6 +23,9 @@ _SET_HERE = frozenset(
      "negative_prompt", "fps"}
 )  # fmt: skip
 
+RESULT_FIELDS = ("images", "image", "frames", "videos", "audios")
+"""Where diffusers' pipelines return what they made; Kandinsky 5 returns ``image``."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -99,13 +102,14 @@ def unpack(result: Any, *, latents: bool) -> list[Any]:
     """Return one entry per row of what a pipeline returned: arrays, or tensors for latents.
 
     Raises:
-        ModelError: if there are neither images nor frames in it.
+        ModelError: if there are no pictures, frames or sounds in it.
     """
-    for name in ("images", "frames", "videos"):
+    for name in RESULT_FIELDS:
         if (found := getattr(result, name, None)) is not None:
             break
     else:
-        raise ModelError(f"the pipeline returned {type(result).__name__} without images or frames")
+        kind, expected = type(result).__name__, ", ".join(RESULT_FIELDS)
+        raise ModelError(f"the pipeline returned {kind} without any of {expected}")
     if latents and isinstance(found, torch.Tensor):
         return list(found)
     return [np.asarray(item) for item in found]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from families_image import IMAGE_FAMILIES
+from families_language import LANGUAGE_FAMILIES
 from families_parts import STEPS, Family
 from families_qwen import QWEN_FAMILIES
 from families_unet import UNET_FAMILIES
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     **QWEN_FAMILIES,
     **UNET_FAMILIES,
     **IMAGE_FAMILIES,
+    **LANGUAGE_FAMILIES,
     **VIDEO_FAMILIES,
 }
 

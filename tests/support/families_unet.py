@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -90,8 +91,35 @@ def _picture(index: int) -> dict[str, Any]:
     return {"image": picture(index, 16)}
 
 
+def _with_scheduler(name: str, **config: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        pipe = tiny_stable_diffusion()
+        own = {n: v for n, v in pipe.scheduler.config.items() if n != "clip_sample"}
+        pipe.scheduler = getattr(diffusers, name).from_config(own, **config)
+        return pipe
+
+    return build
+
+
+def _sampled(scheduler: str, forwards: int = 4, eta: float = 0.0, **config: Any) -> Family:
+    """Stable Diffusion with a scheduler; one with noise of its own draws from the request."""
+    return Family(
+        _with_scheduler(scheduler, **config), {**_SIZE, "eta": eta}, forwards, certified=False,
+        note="see stable_diffusion for its certification",
+    )  # fmt: skip
+
+
+_DPMPP_2M = "DPMSolverMultistepScheduler"
+
 UNET_FAMILIES = {
     "stable_diffusion": Family(tiny_stable_diffusion, _SIZE),
+    "stable_diffusion_ddim_eta": _sampled("DDIMScheduler", eta=0.8),
+    "stable_diffusion_euler_a": _sampled("EulerAncestralDiscreteScheduler"),
+    "stable_diffusion_dpmpp_2m": _sampled(_DPMPP_2M),
+    "stable_diffusion_dpmpp_2m_sde": _sampled(_DPMPP_2M, algorithm_type="sde-dpmsolver++"),
+    "stable_diffusion_unipc": _sampled("UniPCMultistepScheduler"),
+    "stable_diffusion_lcm": _sampled("LCMScheduler"),
+    "stable_diffusion_heun": _sampled("HeunDiscreteScheduler", forwards=7),
     "sdxl": Family(_xl, _SIZE),
     "sdxl_img2img": Family(_xl_img2img, {"strength": 0.99}, own=_picture, forwards=3),
     "sdxl_inpaint": Family(_xl_inpaint, {**_SIZE, "strength": 1.0}, own=_mask),

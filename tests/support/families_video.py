@@ -57,6 +57,22 @@ def _wan() -> Any:
     return diffusers.WanPipeline(**_wan_parts())
 
 
+def _wan22_parts(channels: int = 16) -> dict[str, Any]:
+    """One denoiser for the noisy half of the steps and another for the rest."""
+    low = redrawn(_wan_parts(channels)["transformer"], seed=2)
+    return {**_wan_parts(channels), "transformer_2": low, "boundary_ratio": 0.875}
+
+
+def _wan22() -> Any:
+    return diffusers.WanPipeline(**_wan22_parts())
+
+
+def _wan22_i2v() -> Any:
+    return diffusers.WanImageToVideoPipeline(
+        **_wan22_parts(36), image_encoder=None, image_processor=None
+    )
+
+
 def _wan_i2v() -> Any:
     parts = _wan_parts(36, image_dim=8)
     torch.manual_seed(0)
@@ -168,10 +184,18 @@ def _picture(index: int) -> dict[str, Any]:
 
 _HUNYUAN = {**_size(16, 9), "prompt_template": {"template": "{}", "crop_start": 0}}
 
+_WAN22 = {**_size(16, 5), "guidance_scale_2": 3.0}
+_TWO_DENOISERS = "two denoisers: requests on different sides of the boundary take turns"
+
 VIDEO_FAMILIES = {
     "wan": Family(_wan, _size(16, 5), forwards=8),
     "wan_image_to_video": Family(
         _wan_i2v, _size(16, 5), own=_picture, forwards=8, context=_no_text_repair
+    ),
+    "wan22": Family(_wan22, _WAN22, forwards=10, note=_TWO_DENOISERS),
+    "wan22_image_to_video": Family(
+        _wan22_i2v, _WAN22, own=_picture, forwards=10, context=_no_text_repair,
+        note=_TWO_DENOISERS,
     ),
     "ltx": Family(_ltx, _size(32, 9)),
     "cogvideox": Family(_cogvideox, {**_size(16, 8), "max_sequence_length": 226}),
@@ -180,8 +204,7 @@ VIDEO_FAMILIES = {
         note="not certified: that takes longer than a test may",
     ),
     "stable_audio": Family(
-        _stable_audio, {"audio_end_in_s": 2.0}, certified=False,
-        forwards=10,
-        note="with 10 calls of its projection model; not certified: it makes no pictures",
+        _stable_audio, {"audio_end_in_s": 2.0}, forwards=10,
+        note="with 10 calls of its projection model",
     ),
 }  # fmt: skip
