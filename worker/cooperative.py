@@ -122,7 +122,7 @@ class CooperativeStepper:
             for call in waiting:
                 if (answer := self._shared.remembered(call)) is not None:
                     self.resume(call, answer)
-            self.step([call for call in waiting if call.waits_for is Role.ENCODE])
+            self.step(self._shared.distinct(c for c in waiting if c.waits_for is Role.ENCODE))
 
     def step(self, calls: Iterable[CooperativeCall]) -> None:
         """Run one forward for every group of the calls' suspended calls, and resume them."""

@@ -71,6 +71,15 @@ class SharedForwards:
         found = self.prompts.get(self.prompts.key(call.pending.call, self.adapter))
         return None if found is None else Answer(found)
 
+    def distinct(self, calls: Iterable[CooperativeCall]) -> list[CooperativeCall]:
+        """Return one encoder call of each prompt: the others can be answered from memory then."""
+        found: dict[Hashable, CooperativeCall] = {}
+        for call in calls:
+            if call.pending is not None:
+                key = self.prompts.key(call.pending.call, self.adapter)
+                found.setdefault(call if key is None else key, call)
+        return list(found.values())
+
     def run_alone(self, suspended: Suspended) -> Answer:
         """Run one call by itself, uncounted."""
         call, hub = suspended.call, ProcessState.current()
