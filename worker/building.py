@@ -110,13 +110,20 @@ def wrap(
     return DiffusersPipeline(pipe, stepper, capabilities, aborts)
 
 
-def _time_list_call(pipeline: DiffusersPipeline) -> ListCallChoice:
-    """Choose a list call if it gives the same pictures and was faster just now."""
+def _time_list_call(pipeline: DiffusersPipeline) -> ListCallChoice | None:
+    """Choose a list call if it gives the same pictures and was faster just now.
+
+    None if it failed: it isn't used then, and the next start tries again.
+    """
     capabilities = pipeline.capabilities
     maker = RequestMaker(pipeline.pipe, capabilities, capabilities.required_inputs)
     batch = DiffusionRequestBatch(tuple(list_call_requests(maker)))
     in_waves, wave_ms = _fastest(pipeline.run_wave, batch)
-    as_list, list_ms = _fastest(pipeline.run_list_call, batch)
+    try:
+        as_list, list_ms = _fastest(pipeline.run_list_call, batch)
+    except Exception as error:  # noqa: BLE001  # boundary: warm-up; waves of steps serve as well
+        logger.warning("a list call of %s failed: %s", capabilities.pipeline, error)
+        return None
     difference = _largest_difference(in_waves, as_list)
     chosen = list_ms < wave_ms and difference <= _LARGEST_PIXEL_DIFFERENCE
     return ListCallChoice(chosen, list_ms, wave_ms)
