@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from omni_engine.engine.batching import BatchLimits, QueuedRequest, RequestStatus, WorkerSlot
 from omni_engine.engine.waiting_queue import GroupId
 
-MAX_OUTSTANDING = 2
-"""Plans with ticks that a worker has at most: one runs, one is queued."""
-
+_MAX_OUTSTANDING = 2  # plans with ticks that a worker has at most: one runs, one is queued
 _PLAN_MS = 20.0
 _NEW_TICK_WEIGHT = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class StepAssignment:
+    """Requests that join a resident group of a worker, and ticks for the group to run.
+
+    Args:
+        plan_id: counts a scheduler's plans, from 0.
+        worker_id: the worker it is for.
+        group_id: the group; one that comes back after its last request ended has a new id.
+        key: the key all its requests share.
+        adapter: the adapter all its requests share, None for the base model.
+        new_ids: the requests that join, oldest first.
+        ticks: ticks to run; 0 if the requests only join, as ticks are planned already.
+    """
+
+    plan_id: int
+    worker_id: str
+    group_id: int
+    key: Hashable
+    adapter: Hashable | None
+    new_ids: tuple[str, ...]
+    ticks: int
 
 
 class Residency:
@@ -108,13 +130,15 @@ class Residency:
         self.unsent.pop(request.request_id, None)
         self._count(request, -1)
 
-    def send(self) -> tuple[str, ...]:
-        """Let the unsent requests run; return their ids."""
+    def plan(self, plan_id: int, ticks: int) -> StepAssignment:
+        """Plan ``ticks`` ticks, 0 for none; the unsent requests join and are running."""
         for request in self.unsent.values():
             request.status, request.worker_id = RequestStatus.RUNNING, self.worker.worker_id
-        sent = tuple(self.unsent)
+        new_ids = tuple(self.unsent)
         self.unsent.clear()
-        return sent
+        return StepAssignment(
+            plan_id, self.worker.worker_id, self.group_id, self.key, self.adapter, new_ids, ticks
+        )
 
     def note_ticks(self, ticks: int, tick_ms: float) -> None:
         """Learn from a report that ``ticks`` ticks took ``tick_ms`` milliseconds together."""
@@ -178,7 +202,36 @@ class ResidentWorker:
             return 0
         return 1 if adapter in self.slot.held_adapters else 2
 
-    def next_plan(self, quantum: int) -> tuple[Residency, int] | None:
+    def next_plans(self, quantum: int, plan_ids: Iterator[int]) -> Iterator[StepAssignment]:
+        """Plan as many ticks as may be planned now, and joins of groups that have some planned.
+
+        Args:
+            quantum: ticks a group runs before another goes.
+            plan_ids: where the plans' ids come from.
+        """
+        while len(self.outstanding) < _MAX_OUTSTANDING and (turn := self._take_turn(quantum)):
+            home, ticks = turn
+            plan = home.plan(next(plan_ids), ticks)
+            self.outstanding[plan.plan_id] = home
+            home.outstanding += 1
+            home.last_plan = plan.plan_id
+            yield plan
+        for home in self.groups.values():
+            if home.unsent and home.outstanding:
+                yield home.plan(next(plan_ids), 0)
+
+    def end_plan(self, plan_id: int) -> None:
+        """Take note that a plan with ticks is done."""
+        self.outstanding.pop(plan_id).outstanding -= 1
+
+    def remove(self, home: Residency) -> None:
+        """Let a group leave."""
+        home.closed = True
+        del self.groups[home.key_and_adapter]
+        if self._turn is home:
+            self._turn = None
+
+    def _take_turn(self, quantum: int) -> tuple[Residency, int] | None:
         """Choose whose turn it is.
 
         A group that shares the worker goes on for ``quantum`` ticks, then the one that was served
@@ -199,10 +252,3 @@ class ResidentWorker:
         ticks = turn.ticks_per_plan(quantum if alone else quantum - self._turn_ticks)
         self._turn_ticks += ticks
         return turn, ticks
-
-    def remove(self, home: Residency) -> None:
-        """Let a group leave."""
-        home.closed = True
-        del self.groups[home.key_and_adapter]
-        if self._turn is home:
-            self._turn = None

@@ -9,9 +9,9 @@ I/O, no threads, no clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from omni_engine.engine.batching import (
     QueuedRequest,
@@ -19,33 +19,12 @@ from omni_engine.engine.batching import (
     SchedulerConfig,
     WorkerSlot,
 )
-from omni_engine.engine.residency import MAX_OUTSTANDING, Residency, ResidentWorker
+from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
 from omni_engine.engine.scheduler_base import SchedulerBase
 from omni_engine.engine.waiting_queue import GroupId
 
-
-@dataclass(frozen=True, slots=True)
-class StepAssignment:
-    """Requests that join a resident group of a worker, and ticks for the group to run.
-
-    Args:
-        plan_id: counts a scheduler's plans, from 0.
-        worker_id: the worker it is for.
-        group_id: the group; one that comes back after its last request ended has a new id.
-        key: the key all its requests share.
-        adapter: the adapter all its requests share, None for the base model.
-        new_ids: the requests that join, oldest first.
-        ticks: ticks to run; 0 if the requests only join, as ticks are planned already.
-    """
-
-    plan_id: int
-    worker_id: str
-    group_id: int
-    key: Hashable
-    adapter: Hashable | None
-    new_ids: tuple[str, ...]
-    ticks: int
+__all__ = ["StepAssignment", "StepScheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +58,7 @@ class StepScheduler(SchedulerBase):
         # Waiting groups that can't join: none of their kind is resident, or takes anybody in.
         self._homeless: set[GroupId] = set()
         self._drain: _Drain | None = None
-        self._next_plan_id = 0
+        self._plan_ids = count()
 
     @property
     def num_waiting(self) -> int:
@@ -125,7 +104,15 @@ class StepScheduler(SchedulerBase):
         self._update_drain()
         if not self._policy.in_order:
             self._join()
-        return [plan for worker in self._table.ready for plan in self._plans_for(worker)]
+        plans = [
+            plan
+            for worker in self._table.ready
+            for plan in worker.next_plans(self._quantum, self._plan_ids)
+        ]
+        for plan in plans:
+            for request_id in plan.new_ids:
+                del self._unsent[request_id]
+        return plans
 
     def on_tick(
         self,
@@ -152,8 +139,7 @@ class StepScheduler(SchedulerBase):
             return
         home.note_ticks(ticks, tick_ms)
         if plan_done:
-            del worker.outstanding[plan_id]
-            home.outstanding -= 1
+            worker.end_plan(plan_id)
             self._leave_if_over(home)
 
     def forget_worker(self, worker_id: str) -> list[str]:
@@ -201,9 +187,7 @@ class StepScheduler(SchedulerBase):
                 return
             group, size = pick
             # As many as find room: a group that got a place isn't picked again, it joins.
-            wanted = size if in_order else group.size
-            entered = self._enter(group, wanted)
-            if not entered or (in_order and entered < wanted):
+            if not self._enter(group, size if in_order else group.size):
                 return
 
     def _overdue_pick(self) -> tuple[RequestGroup, int] | None:
@@ -276,38 +260,6 @@ class StepScheduler(SchedulerBase):
             home = self._table.open(worker, request)
             self._refile(key_and_adapter)
         return home
-
-    # Plans
-
-    def _plans_for(self, worker: ResidentWorker) -> Iterator[StepAssignment]:
-        while len(worker.outstanding) < MAX_OUTSTANDING and (
-            choice := worker.next_plan(self._quantum)
-        ):
-            home, ticks = choice
-            plan = self._plan(home, ticks)
-            home.last_plan = plan.plan_id
-            home.outstanding += 1
-            worker.outstanding[plan.plan_id] = home
-            yield plan
-        for home in worker.groups.values():
-            if home.unsent and home.outstanding:
-                yield self._plan(home, 0)
-
-    def _plan(self, home: Residency, ticks: int) -> StepAssignment:
-        new_ids = home.send()
-        for request_id in new_ids:
-            del self._unsent[request_id]
-        plan_id = self._next_plan_id
-        self._next_plan_id += 1
-        return StepAssignment(
-            plan_id,
-            home.worker.worker_id,
-            home.group_id,
-            home.key,
-            home.adapter,
-            new_ids,
-            ticks,
-        )
 
     # Leaving
 

@@ -185,7 +185,7 @@ def check_order(stage: Stage, before: list[str], plans: list[StepAssignment]) ->
         ]
 
 
-@settings(steady, max_examples=400)
+@settings(steady, max_examples=200)
 @given(stages, scripts)
 def test_nothing_is_lost_runs_twice_or_is_kept_and_capacity_is_never_exceeded(stage, script):
     machine = Machine(**stage)
