@@ -1,4 +1,4 @@
-"""What a request gives back: pictures, frames or latents, with seed, adapters and metrics."""
+"""What a request gives back: pictures, clips, sounds or latents, with seed, adapters, metrics."""
 
 from __future__ import annotations
 
@@ -59,9 +59,14 @@ class DiffusionOutput:
 
     Attributes:
         request_id: the request it answers.
-        images: uint8 arrays of shape (height, width, 3), one per output; None for a video.
-        frames: uint8 arrays of shape (num_frames, height, width, 3), one per output, or None.
+        images: uint8 arrays of shape (height, width, 3), one per output, or None; with a fourth
+            channel where the model makes transparency.
+        frames: uint8 arrays of shape (num_frames, height, width, 3 or 4), one per output, or None:
+            videos, or the layers of a picture.
         latents: with ``output_type="latent"``: the raw latents, one row per output.
+        audio: float32 arrays of shape (channels, samples), one per output, or None; full scale is
+            -1 to 1.
+        sample_rate: samples per second of ``audio``, or None.
         finished: False only for intermediate results.
         error: what went wrong, or None.
         aborted: whether the request was aborted.
@@ -74,6 +79,8 @@ class DiffusionOutput:
     images: list[npt.NDArray[np.uint8]] | None = field(default=None, repr=False)
     frames: list[npt.NDArray[np.uint8]] | None = field(default=None, repr=False)
     latents: npt.NDArray[Any] | TensorData | None = field(default=None, repr=False)
+    audio: list[npt.NDArray[np.float32]] | None = field(default=None, repr=False)
+    sample_rate: int | None = None
     finished: bool = True
     error: OmniError | None = None
     aborted: bool = False
@@ -114,6 +121,8 @@ class DiffusionOutput:
             "request_id": self.request_id,
             "images": self.images,
             "frames": self.frames,
+            "audio": self.audio,
+            "sample_rate": None if self.sample_rate is None else int(self.sample_rate),
             "latents": self.latents,
             "finished": self.finished,
             "error": None if self.error is None else self.error.to_wire(),
@@ -137,6 +146,8 @@ class DiffusionOutput:
                 request_id=wire["request_id"],
                 images=wire["images"],
                 frames=wire["frames"],
+                audio=wire["audio"],
+                sample_rate=wire["sample_rate"],
                 latents=wire["latents"],
                 finished=wire["finished"],
                 error=None if wire["error"] is None else error_from_wire(wire["error"]),
@@ -173,9 +184,20 @@ def _are_pictures(value: object, dimensions: int) -> bool:
         isinstance(item, np.ndarray)
         and item.dtype == np.uint8
         and item.ndim == dimensions
-        and item.shape[-1] == 3
+        and item.shape[-1] in (3, 4)
         for item in value
     )
+
+
+def _are_sounds(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, np.ndarray) and item.dtype == np.float32 and item.ndim == 2
+        for item in value
+    )
+
+
+def _is_whole(value: object, lowest: int, end: int) -> bool:
+    return isinstance(value, numbers.Integral) and lowest <= int(value) < end
 
 
 def _is_tensor(value: object) -> bool:
@@ -199,12 +221,22 @@ _FIELD_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "images",
         lambda value: value is None or _are_pictures(value, 3),
-        "None, or a list of uint8 arrays of shape (height, width, 3)",
+        "None, or a list of uint8 arrays of shape (height, width, 3 or 4)",
     ),
     (
         "frames",
         lambda value: value is None or _are_pictures(value, 4),
-        "None, or a list of uint8 arrays of shape (num_frames, height, width, 3)",
+        "None, or a list of uint8 arrays of shape (num_frames, height, width, 3 or 4)",
+    ),
+    (
+        "audio",
+        lambda value: value is None or _are_sounds(value),
+        "None, or a list of float32 arrays of shape (channels, samples)",
+    ),
+    (
+        "sample_rate",
+        lambda value: value is None or _is_whole(value, 1, 2**31),
+        "None or an integer >= 1",
     ),
     (
         "latents",
@@ -220,9 +252,7 @@ _FIELD_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "seed",
-        lambda value: (
-            value is None or (isinstance(value, numbers.Integral) and 0 <= int(value) < 2**64)
-        ),
+        lambda value: value is None or _is_whole(value, 0, 2**64),
         "None or an integer >= 0",
     ),
     ("metrics", _are_metrics, "OutputMetrics with numbers in it"),

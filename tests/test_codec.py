@@ -398,11 +398,15 @@ def test_a_request_round_trips() -> None:
             metrics=OutputMetrics(1.5, 2.5, 3, 4, 1.5, 2, "stage0-worker0"),
         ),
         DiffusionOutput("r", frames=[np.zeros((4, 2, 2, 3), np.uint8)]),
+        DiffusionOutput("r", frames=[np.zeros((4, 2, 2, 4), np.uint8)]),
+        DiffusionOutput(
+            "r", audio=[np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)], sample_rate=44100
+        ),
         DiffusionOutput("r", latents=TensorData("bfloat16", (1, 2), b"\x01\x02\x03\x04")),
         DiffusionOutput("r", finished=False),
         DiffusionOutput.failed("r", ModelError("no", field="f", value=3, hint="h"), 5),
     ],
-    ids=["images", "frames", "latents", "unfinished", "failed"],
+    ids=["images", "frames", "layers", "audio", "latents", "unfinished", "failed"],
 )
 def test_an_output_round_trips(output: DiffusionOutput) -> None:
     back = DiffusionOutput.from_wire(decode(frames_of(output.to_wire())))
@@ -418,9 +422,14 @@ def test_an_output_round_trips(output: DiffusionOutput) -> None:
     [
         ("images", np.zeros((1, 2, 2, 3), np.uint8)),
         ("images", [np.zeros((2, 2, 3))]),
-        ("images", [np.zeros((2, 2, 4), np.uint8)]),
+        ("images", [np.zeros((2, 2, 2), np.uint8)]),
         ("images", ["a.png"]),
         ("frames", [np.zeros((2, 2, 3), np.uint8)]),
+        ("audio", np.zeros((1, 2, 8), np.float32)),
+        ("audio", [np.zeros((2, 8))]),
+        ("audio", [np.zeros(8, np.float32)]),
+        ("sample_rate", 0),
+        ("sample_rate", 44100.5),
         ("latents", torch.zeros(1)),
         ("latents", np.zeros(1, complex)),
         ("latents", np.zeros(1, ">f4")),

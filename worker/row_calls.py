@@ -112,7 +112,20 @@ def unpack(result: Any, *, latents: bool) -> list[Any]:
         raise ModelError(f"the pipeline returned {kind} without any of {expected}")
     if latents and isinstance(found, torch.Tensor):
         return list(found)
-    return [np.asarray(item) for item in found]
+    return [_array(item) for item in found]
+
+
+def sample_rate_of(pipe: Any) -> int | None:
+    """Return the samples per second of the sounds a pipeline makes; None if it tells none."""
+    for name in ("vae", "vocoder"):
+        config = getattr(getattr(pipe, name, None), "config", None)
+        if isinstance(rate := getattr(config, "sampling_rate", None), int):
+            return rate
+    return None
+
+
+def _array(item: Any) -> Any:
+    return item.float().cpu().numpy() if isinstance(item, torch.Tensor) else np.asarray(item)
 
 
 def _pictures(value: Any) -> Any:

@@ -28,3 +28,8 @@ def to_uint8(pictures: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if pictures.dtype == np.uint8:
         return pictures
     return (pictures * 255).round().astype(np.uint8)
+
+
+def to_sound(sound: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Turn a sound of shape (samples,) or (channels, samples) into float32 with channels."""
+    return np.atleast_2d(sound).astype(np.float32, copy=False)
