@@ -119,10 +119,12 @@ class CooperativeStepper:
         """Run text encoders until none of the calls waits for one."""
         waiting = list(calls)
         while waiting := [call for call in waiting if call.waits_for is Role.ENCODE]:
-            for call in waiting:
-                if (answer := self._shared.remembered(call)) is not None:
+            remembered = {call: self._shared.remembered(call) for call in waiting}
+            for call, answer in remembered.items():
+                if answer is not None:
                     self.resume(call, answer)
-            self.step(self._shared.distinct(c for c in waiting if c.waits_for is Role.ENCODE))
+            if not any(remembered.values()):
+                self.step(self._shared.distinct(waiting))
 
     def step(self, calls: Iterable[CooperativeCall]) -> None:
         """Run one forward for every group of the calls' suspended calls, and resume them."""
