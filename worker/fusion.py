@@ -243,10 +243,11 @@ class Fusion:
         tensors = list(tensors_in(value))
         if type(value).__name__ in MERGEABLE_STATES:
             return ("state", tuple((path, tuple(t.shape[1:])) for path, t in tensors))
-        form = ("empty", type(value), self._digests.fields(value))
         # With padding it would be too late to find out that the forward writes to it.
-        alone = self.pad_calls_to is not None or form in self._written
-        return ("object", id(value)) if alone or tensors else form
+        if tensors or self.pad_calls_to is not None:
+            return ("object", id(value))
+        form = ("empty", type(value), self._digests.fields(value))
+        return ("object", id(value)) if form in self._written else form
 
     def _write_states_back(
         self, calls: Sequence[Call], fused: Mapping[str, Any], sizes: list[int]

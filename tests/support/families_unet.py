@@ -105,7 +105,7 @@ def _sampled(scheduler: str, forwards: int = 4, eta: float = 0.0, **config: Any)
     """Stable Diffusion with a scheduler; one with noise of its own draws from the request."""
     return Family(
         _with_scheduler(scheduler, **config), {**_SIZE, "eta": eta}, forwards, certified=False,
-        note="see stable_diffusion for its certification",
+        note="certified as stable_diffusion",
     )  # fmt: skip
 
 
