@@ -70,6 +70,10 @@ class RequestProgress:
         """Show that more pictures are finished."""
         self._progress.advance(self._task, pictures)
 
+    def refresh(self) -> None:
+        """Draw what has changed, now."""
+        self._progress.refresh()
+
     def _show_steps(self, event: RequestEvent, prompt: str) -> None:
         bar = self._bars.get(event.request_id)
         if bar is None:

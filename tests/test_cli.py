@@ -23,6 +23,8 @@ from omni_engine.cli import configuration, generate, inspection, interrupts, ser
 from omni_engine.cli import main as cli
 from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
+from omni_engine.cli.progress import RequestProgress
+from omni_engine.engine.handles import RequestEvent
 from omni_engine.stages.settings import OVERRIDES
 
 COMMAND = str(Path(sys.executable).with_name("omni-engine"))
@@ -201,6 +203,16 @@ WRONG = {
     "generate a -o DIR --connect auto --max-num-seqs 2": "--max-num-seqs",
     "generate a -o DIR --connect auto --no-step-execution": "--step-execution",
     "generate a -o DIR --connect nowhere": "--connect",
+    "generate a -o DIR --preview-every 0": "--preview-every",
+    "generate a -o DIR --preview-dir DIR": "--preview-every",
+    "generate a -o DIR --preview-every 2 --preview-dir FILE": "--preview-dir",
+    "generate a -o DIR --cache-backend x": "--cache-backend",
+    "serve --step-quantum 0 --step-execution": "--step-quantum",
+    "serve --step-quantum 2": "set step_execution: true",
+    "serve --max-resident-groups no": "--max-resident-groups",
+    "serve --max-stall-ms -1 --step-execution": "--max-stall-ms",
+    "serve --prompt-cache-size -1": "--prompt-cache-size",
+    "serve --step-execution --request-batch-max-wait-ms 5": "--request-batch-max-wait-ms",
     "generate a -o DIR --connect tcp://192.0.2.1:5570": "tcp://192.0.2.1:5570",
     "serve --max-num-seqs 0": "--max-num-seqs",
     "serve --max-num-seqs four": "--max-num-seqs",
@@ -420,6 +432,105 @@ def test_interrupting_a_connected_generate_aborts_its_requests(served: str, tmp_
     assert pictures_of(tmp_path) == []
     (stage,) = json.loads(run_command("status", "--json").out)["stages"]
     assert stage["requests"]["aborted"] == 1
+
+
+# -- step execution
+
+
+STEPPED = ["--pipeline", "gated_pipelines:GatedSteps", "--devices", "cpu", "--max-num-seqs", "2",
+           "--step-execution"]  # fmt: skip
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A served engine in step mode: its address and its process."""
+    address = f"ipc://{os.environ['TMPDIR']}/stepped"
+    process = start("serve", *STEPPED, "--endpoint", address, "--log-level", "warning")
+    try:
+        wait_for_line(process.stdout, "is ready")
+        yield address, process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def generate_held(address: str, gate: Path, *args: str) -> subprocess.Popen[str]:
+    """Start a command whose request is held at its third step until the gate exists."""
+    holds = json.dumps([[3, str(gate)]])
+    return start("generate", "a cat", "-o", str(gate.parent / "out"), "--connect", address,
+                 "--steps", "9", "--seed", "1", "--extra-arg", f"holds={holds}", *args)  # fmt: skip
+
+
+def until_held(address: str) -> dict[str, Any]:
+    """Wait until a request has done three steps; the engine's status then."""
+    while True:  # bounded by the test's time limit
+        found = run_command("status", "--json", "--connect", address)
+        status: dict[str, Any] = json.loads(found.out)
+        groups = status["stages"][0]["workers"][0]["groups"]
+        if any(member["step_index"] == 3 for group in groups for member in group["requests"]):
+            return status
+
+
+def test_previews_are_saved_and_status_shows_running_steps(
+    stepped: tuple[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    address, _ = stepped
+    process = generate_held(address, tmp_path / "gate", "--preview-every", "2",
+                            "--preview-dir", str(tmp_path / "previews"))  # fmt: skip
+    until_held(address)
+    shown = run_command("status", "--connect", address).out
+    for text in ("step execution", "resident groups", "3/9", "mean tick", "ticks by size"):
+        assert text in shown
+    (tmp_path / "gate").touch()
+    out, err = process.communicate(timeout=60)
+    result = checked(process.returncode, out, err)
+    assert result.code == 0
+    assert pictures_of(tmp_path / "out") == ["01-a-cat-1.png"]
+    names = [f"01-a-cat-step-{step:04}.png" for step in (2, 4, 6, 8)]
+    assert pictures_of(tmp_path / "previews") == names
+    for step, name in zip((2, 4, 6, 8), names, strict=True):
+        preview = np.asarray(Image.open(tmp_path / "previews" / name))
+        np.testing.assert_array_equal(preview, np.full((8, 8, 3), step))
+
+
+def test_stopping_lets_requests_take_their_last_steps(
+    stepped: tuple[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    address, server = stepped
+    process = generate_held(address, tmp_path / "gate")
+    until_held(address)
+    server.send_signal(signal.SIGINT)
+    while not json.loads(run_command("status", "--json", "--connect", address).out)["stopping"]:
+        pass
+    (tmp_path / "gate").touch()
+    out, err = process.communicate(timeout=60)
+    assert checked(process.returncode, out, err).code == 0
+    picture = np.asarray(Image.open(tmp_path / "out" / "01-a-cat-1.png"))
+    np.testing.assert_array_equal(picture, pattern("a cat", 1, *picture.shape[:2]))
+    assert server.wait(timeout=60) == 0
+
+
+def test_a_terminal_shows_the_steps_of_running_requests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with RequestProgress(pictures=2) as progress:
+        progress.submitted(2)
+        progress.note(RequestEvent("a", "running"), "a prompt\nof two lines")
+        progress.note(RequestEvent("a", "running", 3, 9), "a prompt\nof two lines")
+        progress.refresh()
+        shown = capsys.readouterr().err
+        assert "0/2" in shown
+        assert "3/9" in shown
+        assert "a prompt of two lines" in shown
+        progress.note(RequestEvent("a", "finished_completed"), "a prompt\nof two lines")
+        progress.advance(1)
+        progress.refresh()
+        shown = capsys.readouterr().err
+        assert "1/2" in shown
+        assert "3/9" not in shown
 
 
 # -- engines of their own

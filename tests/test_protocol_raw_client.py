@@ -6,19 +6,26 @@ import ast
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from raw_client import Array, RawClient
 from support_pipelines import pattern
+from test_step_mode import GATED
 
 from omni_engine import Omni
 from omni_engine.engine import client_desk, connection
 from omni_engine.protocol import codec, messages, plans, requests
 from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
-from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, WorkerSpec
+from omni_engine.protocol.plans import (
+    BatchPlan,
+    PipelineCapabilities,
+    StepPlan,
+    StepReport,
+    WorkerSpec,
+)
 from omni_engine.protocol.requests import build_request
 from omni_engine.protocol.sampling import SAMPLING_FIELDS
 from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS
@@ -30,6 +37,18 @@ PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 @pytest.fixture
 def raw(pattern_engine: Omni) -> Iterator[RawClient]:
     with RawClient(pattern_engine.endpoint) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stepped_engine(start_engine: Callable[..., Omni]) -> Omni:
+    """One worker that steps a hand-written pipeline."""
+    return start_engine("bundled", max_num_seqs=4, **GATED)
+
+
+@pytest.fixture
+def raw_stepped(stepped_engine: Omni) -> Iterator[RawClient]:
+    with RawClient(stepped_engine.endpoint) as client:
         yield client
 
 
@@ -81,6 +100,36 @@ def test_two_requests_from_submission_to_pictures(raw: RawClient) -> None:
             assert (picture.dtype, picture.shape) == ("uint8", (height, width, 3))
             assert bytes(picture.data) == pattern(prompt, seed + i, height, width).tobytes()
         assert len(output["images"]) == count
+
+
+def test_progress_and_previews(raw_stepped: RawClient) -> None:
+    raw_stepped.submit({**request("p", num_inference_steps=7), "preview_every": 3})
+    story = raw_stepped.story("p")
+    kinds = [message["type"] for message in story]
+    assert kinds == ["event", "event", *["progress"] * (len(story) - 3), "output"]
+    told = [message for message in story if message["type"] == "progress"]
+    steps = [message["step"] for message in told]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, 7)
+    assert {message["num_steps"] for message in told} == {7}
+    previews = {m["step"]: m["preview"] for m in told if m["preview"] is not None}
+    assert list(previews) == [3, 6]
+    for step, preview in previews.items():
+        assert (preview.dtype, preview.shape) == ("uint8", (8, 8, 3))
+        assert bytes(preview.data) == bytes([step]) * (8 * 8 * 3)
+
+
+def test_no_preview_comes_unasked(raw_stepped: RawClient) -> None:
+    raw_stepped.submit({**request("p"), "preview_every": None}, request("q"))
+    for request_id in "pq":
+        story = raw_stepped.story(request_id)
+        assert {m["preview"] for m in story if m["type"] == "progress"} == {None}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2**31, 1.5, True, "2", [1]])
+def test_preview_every_is_checked_on_arrival(raw: RawClient, wrong: object) -> None:
+    error = raw.refusal({"prompt": "a", "preview_every": wrong})
+    assert (error["code"], error["field"]) == ("invalid_request", "preview_every")
 
 
 def test_the_engine_draws_a_seed_and_an_id(raw: RawClient) -> None:
@@ -190,8 +239,8 @@ def column(title: str) -> list[str]:
 
 CLIENT_TYPES = set(messages.CLIENT_FIELDS)
 ENGINE_TYPES = {
-    messages.WELCOME, messages.ACCEPTED, messages.EVENT, messages.OUTPUT, messages.STATUS,
-    messages.READY, messages.PONG, messages.ERROR,
+    messages.WELCOME, messages.ACCEPTED, messages.EVENT, messages.PROGRESS, messages.OUTPUT,
+    messages.STATUS, messages.READY, messages.PONG, messages.ERROR,
 }  # fmt: skip
 
 
@@ -210,13 +259,15 @@ def test_the_page_lists_the_fields_a_client_sends(kind: str) -> None:
     assert f'{{"v": 1, "type": "{kind}", "id":' in PAGE.read_text()
 
 
-def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient) -> None:
+def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient, raw_stepped: RawClient) -> None:
     raw.submit(request("r"), request("", seed=1))
+    raw_stepped.submit(request("r"))
     told = {
         "welcome": raw.call("hello"),
         "ready": raw.call("wait_ready"),
         "pong": raw.call("ping"),
         "status (answer)": raw.call("status"),
+        "progress": raw_stepped.find(lambda message: message["type"] == "progress"),
         **{kind: raw.find(lambda message, kind=kind: message["type"] == kind)
            for kind in ("accepted", "event", "output", "error")},
     }  # fmt: skip
@@ -230,6 +281,8 @@ def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient) -> None:
     assert set(status) >= set(column("Status / status field"))
     stage = status["stages"][0]
     assert set(stage) >= set(column("Status / stage field"))
+    stepped = raw_stepped.call("status")["status"]["stages"][0]["workers"][0]
+    assert set(stepped) - set(stage["workers"][0]) == set(column("Status / worker field"))
     assert set(stage["capabilities"]) == set(column("Capabilities / capability"))
     assert set(told["output"]["output"]) == set(column("Outputs / output field"))
 
@@ -285,12 +338,17 @@ def test_the_page_lists_what_engine_and_workers_say() -> None:
     rows = {row[0].strip("`"): row[1:] for row in TABLES[
         "Engine and workers (internal) / worker message"]}  # fmt: skip
     assert {kind for kind, (way, _) in rows.items() if way == "engine to worker"} == {
-        plans.BATCH_PLAN, plans.ABORT, plans.STOP,
+        plans.BATCH_PLAN, plans.STEP_PLAN, plans.ABORT, plans.STOP,
     }  # fmt: skip
     assert {kind for kind, (way, _) in rows.items() if way == "worker to engine"} == {
-        plans.READY, plans.OUTPUTS, plans.HEARTBEAT, plans.FAULT,
+        plans.READY, plans.OUTPUTS, plans.STEP_STATES, plans.HEARTBEAT, plans.FAULT,
     }  # fmt: skip
-    plan = BatchPlan(1, (build_request("a"),)).to_wire()
-    for wire in (plan, plans.outputs_message(1, [])):
+    requests = (build_request("a"),)
+    for wire in (
+        BatchPlan(1, requests).to_wire(),
+        StepPlan(1, 1, requests).to_wire(),
+        plans.outputs_message(1, []),
+        StepReport(1).to_wire(),
+    ):
         assert all(f"`{name}`" in rows[wire["type"]][1] for name in set(wire) - {"type"})
     assert all(f"`{name}`" in PAGE.read_text() for name in names_of(WorkerSpec))
