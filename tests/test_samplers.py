@@ -435,35 +435,28 @@ def test_a_sampler_is_named_by_short_text(name: Any) -> None:
 # -- served by an engine
 
 
-def test_an_engine_serves_different_samplers_in_one_batch(
-    start_own_engine: Callable[..., Omni], tmp_path: Path
+@pytest.mark.parametrize("step_execution", [False, True], ids=["requests", "steps"])
+def test_an_engine_serves_different_samplers_together(
+    start_own_engine: Callable[..., Omni], tmp_path: Path, step_execution: bool
 ) -> None:
     folder = save_tiny_stable_diffusion(tmp_path / "tiny-sd")
-    omni = start_own_engine(str(folder), max_num_seqs=4, threads=1)
-    fields = {"num_inference_steps": 3, "guidance_scale": 4.0, "seed": SEED, "height": 16,
-              "width": 16}  # fmt: skip
+    omni = start_own_engine(str(folder), max_num_seqs=4, threads=1, step_execution=step_execution)
+    call = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 16, "width": 16}
     names = (None, "euler_a", "dpmpp_2m_sde", "lcm")
-    params = [OmniDiffusionSamplingParams(**fields, sampler=name) for name in names]
-    outputs = omni.generate(["a red circle"] * 4, params)
+    outputs = omni.generate(
+        ["a red circle"] * 4,
+        [OmniDiffusionSamplingParams(**call, seed=SEED, sampler=name) for name in names],
+    )
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    seen = set()
     for name, output in zip(names, outputs, strict=True):
         assert output.raise_for_error().images is not None
         assert output.metrics.max_batch_size == 4
         view = make_view(pipe, scheduler=with_sampler(pipe, name, SEED))
-        del fields["seed"]
-        made = view(
-            "a red circle",
-            generator=torch.Generator().manual_seed(SEED),
-            output_type="np",
-            **fields,
-        ).images[0]
-        fields["seed"] = SEED
-        expected = np.round(made * 255).astype(int)
-        assert np.abs(output.images[0].astype(int) - expected).max() <= 1, name
-        seen.add(output.images[0].tobytes())
-    assert len(seen) == 4
+        generator = torch.Generator().manual_seed(SEED)
+        made = view("a red circle", generator=generator, output_type="np", **call).images[0]
+        assert np.abs(output.images[0].astype(int) - np.round(made * 255)).max() <= 1, name
+    assert len({output.images[0].tobytes() for output in outputs if output.images}) == 4
     (refused,) = omni.generate("a", OmniDiffusionSamplingParams(sampler="flow_heun"))
     assert isinstance(refused.error, InvalidRequestError)
     assert refused.error.field == "sampler"
