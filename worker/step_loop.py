@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from omni_engine.protocol.errors import OmniError, PipelineContractError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
-from omni_engine.stages.contracts import StepBatch, StepRequestState
+from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
-from omni_engine.worker.results import make_output, make_preview, pipeline_error
+from omni_engine.worker.results import make_output, pipeline_error
+from omni_engine.worker.step_calls import batch_of, error_of, parts_of, preview_of, result_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class StepLoop:
             if not every or not picture.denoising or not stepped:
                 continue
             if picture.state.step_index % every == 0:
-                shown = make_preview(preview(picture.state))
+                shown = preview_of(preview, picture.state)
                 if shown is not None:
                     made[resident.request.request_id] = shown
         return made
@@ -163,7 +163,7 @@ class StepLoop:
         if hasattr(self._pipeline, "prepare_encode_batch"):
             found: list[BaseException | None] = self._pipeline.prepare_encode_batch(states)
             return found
-        return [_error_of(self._pipeline.prepare_encode, state) for state in states]
+        return [error_of(self._pipeline.prepare_encode, state) for state in states]
 
     def _denoise(self) -> None:
         running = [picture for picture in self._pictures() if picture.denoising]
@@ -174,7 +174,7 @@ class StepLoop:
                 self._fail(picture, prediction)
                 continue
             before = picture.state.step_index
-            error = _error_of(self._pipeline.step_scheduler, picture.state, prediction)
+            error = error_of(self._pipeline.step_scheduler, picture.state, prediction)
             if error is not None:
                 self._fail(picture, error)
                 continue
@@ -187,7 +187,7 @@ class StepLoop:
         """Return one prediction per picture, an exception for one that failed."""
         states = [picture.state for picture in pictures]
         try:
-            predictions = _per_state(self._pipeline.denoise_step(_batch(states), states), states)
+            predictions = parts_of(self._pipeline.denoise_step(batch_of(states), states), states)
         except Exception as error:  # noqa: BLE001  # boundary: one batch
             failure = error.with_traceback(None)  # its frames would keep the states alive
         else:
@@ -227,9 +227,9 @@ class StepLoop:
     def _finish(self, states: Sequence[StepRequestState]) -> list[Any]:
         """Return one picture per state, an exception for a failure, None if it goes on."""
         if hasattr(self._pipeline, "post_decode_batch"):
-            found: list[Any] = self._pipeline.post_decode_batch(states)
+            found: list[Any] = self._pipeline.post_decodebatch_of(states)
             return found
-        return [_result_of(self._pipeline.post_decode, state) for state in states]
+        return [result_of(self._pipeline.post_decode, state) for state in states]
 
     # -- ends
 
@@ -260,37 +260,11 @@ class StepLoop:
             output.metrics = metrics
         if (release := getattr(self._pipeline, "release", None)) is not None:
             for picture in resident.pictures:
-                release(picture.state)
+                if (failure := error_of(release, picture.state)) is not None:
+                    logger.warning("release() failed: %s: %s", type(failure).__name__, str(failure))
         resident.pictures.clear()
         assert output is not None
         return output
-
-
-def _batch(states: Sequence[StepRequestState]) -> StepBatch:
-    if any(state.latents is None or state.timesteps is None for state in states):
-        return StepBatch()
-    latents = torch.cat([state.latents for state in states])
-    return StepBatch(latents, torch.stack([s.timesteps[s.step_index] for s in states]))
-
-
-def _per_state(predictions: Any, states: Sequence[StepRequestState]) -> list[Any]:
-    """Split a denoiser's result into one part per state.
-
-    Raises:
-        PipelineContractError: if there are more or fewer parts than states.
-    """
-    is_tensor = isinstance(predictions, torch.Tensor)
-    found: int | str = type(predictions).__name__
-    if is_tensor or isinstance(predictions, list | tuple):
-        found = len(predictions)
-    if found == len(states):
-        return list(predictions.split(1)) if is_tensor else list(predictions)
-    raise PipelineContractError(
-        "denoise_step() did not return one prediction per state",
-        field="denoise_step",
-        value=found,
-        expected=f"a tensor or a list with {len(states)} entries",
-    )
 
 
 def _stuck(state: StepRequestState) -> PipelineContractError:
@@ -301,18 +275,3 @@ def _stuck(state: StepRequestState) -> PipelineContractError:
         value=f"step_index = {state.step_index} after {_MAX_TICKS_WITHOUT_STEP} more ticks",
         expected="state.step_index to grow until it is state.num_steps",
     )
-
-
-def _error_of(method: Callable[..., Any], *arguments: Any) -> BaseException | None:
-    try:
-        method(*arguments)
-    except Exception as error:  # noqa: BLE001  # boundary: one request
-        return error.with_traceback(None)
-    return None
-
-
-def _result_of(method: Callable[..., Any], state: StepRequestState) -> Any:
-    try:
-        return method(state)
-    except Exception as error:  # noqa: BLE001  # boundary: one request
-        return error.with_traceback(None)

@@ -1,0 +1,73 @@
+"""Calls of the stepwise contract's methods: what goes in, what came out, errors as values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omni_engine.protocol.errors import PipelineContractError
+from omni_engine.stages.contracts import StepBatch, StepRequestState
+from omni_engine.worker.results import make_preview
+
+logger = logging.getLogger(__name__)
+
+
+def batch_of(states: Sequence[StepRequestState]) -> StepBatch:
+    """Join the states' latents and current timesteps, if all of them keep some."""
+    if any(state.latents is None or state.timesteps is None for state in states):
+        return StepBatch()
+    latents = torch.cat([state.latents for state in states])
+    return StepBatch(latents, torch.stack([s.timesteps[s.step_index] for s in states]))
+
+
+def parts_of(predictions: Any, states: Sequence[StepRequestState]) -> list[Any]:
+    """Split a denoiser's result into one part per state.
+
+    Raises:
+        PipelineContractError: if there are more or fewer parts than states.
+    """
+    is_tensor = isinstance(predictions, torch.Tensor)
+    found: int | str = type(predictions).__name__
+    if is_tensor or isinstance(predictions, list | tuple):
+        found = len(predictions)
+    if found == len(states):
+        return list(predictions.split(1)) if is_tensor else list(predictions)
+    raise PipelineContractError(
+        "denoise_step() did not return one prediction per state",
+        field="denoise_step",
+        value=found,
+        expected=f"a tensor or a list with {len(states)} entries",
+    )
+
+
+def error_of(method: Callable[..., Any], *arguments: Any) -> BaseException | None:
+    """Call a method; return what it raised, without the frames that would keep tensors alive."""
+    try:
+        method(*arguments)
+    except Exception as error:  # noqa: BLE001  # boundary: one request
+        return error.with_traceback(None)
+    return None
+
+
+def result_of(method: Callable[..., Any], state: StepRequestState) -> Any:
+    """Return what a method makes of a state, or what it raised."""
+    try:
+        return method(state)
+    except Exception as error:  # noqa: BLE001  # boundary: one request
+        return error.with_traceback(None)
+
+
+def preview_of(
+    preview: Callable[..., Any], state: StepRequestState
+) -> npt.NDArray[np.uint8] | None:
+    """Return a small picture of a state, or None."""
+    try:
+        return make_preview(preview(state))
+    except Exception as error:  # noqa: BLE001  # boundary: a preview; the request goes on
+        logger.warning("preview() failed: %s: %s", type(error).__name__, str(error))
+        return None
