@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from omni_engine.cli import configuration, generate, inspection, interrupts, serve
+from omni_engine.cli import configuration, generate, inspection, interrupts, parity, serve
 from omni_engine.cli.display import print_error
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError, OmniError
 
@@ -45,6 +45,7 @@ serve.register(app)
 generate.register(app)
 inspection.register(app)
 configuration.register(app)
+parity.register(app)
 
 
 def _print_version(wanted: bool) -> None:

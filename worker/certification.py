@@ -109,17 +109,22 @@ def tolerance_of(pipe: Any) -> float:
     return TOLERANCES.get(dtype, HALF_PRECISION_TOLERANCE)
 
 
-def result_array(result: Any) -> npt.NDArray[np.float64]:
-    """Return the only picture, clip or waveform of what a pipeline returned.
+def as_floats(item: Any) -> npt.NDArray[np.float64]:
+    """Return a picture, clip or waveform as floats, whole numbers from 0 to 255 as 0 to 1."""
+    array = item.double().cpu().numpy() if isinstance(item, torch.Tensor) else np.asarray(item)
+    scale = 255 if np.issubdtype(array.dtype, np.integer) else 1
+    return array.astype(np.float64) / scale
+
+
+def result_arrays(result: Any) -> list[npt.NDArray[np.float64]]:
+    """Return the pictures, clips or waveforms of what a pipeline returned.
 
     Raises:
-        ModelError: if there is none in it.
+        ModelError: if there are none in it.
     """
     for name in ("images", "frames", "videos", "audios"):
         if (found := getattr(result, name, None)) is not None:
-            item = found[0]
-            array = item.float().cpu().numpy() if isinstance(item, torch.Tensor) else item
-            return np.asarray(array).astype(np.float64)
+            return [as_floats(item) for item in found]
     raise ModelError(
         f"the pipeline returned {type(result).__name__} without images, frames or audios"
     )
@@ -235,4 +240,4 @@ def _results(
 def _result(call: CooperativeCall) -> npt.NDArray[np.float64]:
     if call.error is not None:
         raise call.error
-    return result_array(call.result)
+    return result_arrays(call.result)[0]
