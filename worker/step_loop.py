@@ -227,7 +227,7 @@ class StepLoop:
     def _finish(self, states: Sequence[StepRequestState]) -> list[Any]:
         """Return one picture per state, an exception for a failure, None if it goes on."""
         if hasattr(self._pipeline, "post_decode_batch"):
-            found: list[Any] = self._pipeline.post_decodebatch_of(states)
+            found: list[Any] = self._pipeline.post_decode_batch(states)
             return found
         return [result_of(self._pipeline.post_decode, state) for state in states]
 
