@@ -90,6 +90,6 @@ class Outbox:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            logger.info("client %s is gone", frames[0].hex())
+            logger.debug("client %s is gone", frames[0].hex())
             self._gone.add(frames[0])
         return True
