@@ -25,7 +25,7 @@ from omni_engine.stages.config import EngineArgs, Limits
 from omni_engine.worker.cooperative import CooperativeStepper
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.sampler_table import SAMPLERS, TAKE_ETA, TAKE_SIGMAS, Space
-from omni_engine.worker.samplers import samplers_for, with_sampler
+from omni_engine.worker.samplers import FLOW_PIPELINES, samplers_for, with_sampler
 from omni_engine.worker.signatures import diffusers_capabilities
 from omni_engine.worker.views import denoisers, make_view
 
@@ -79,6 +79,7 @@ INSTALLED = {
 NOISE = sorted(n for n in INSTALLED if SAMPLERS[n].space is Space.NOISE)
 ONE_PER_CLASS = sorted({PLAIN[name][0]: name for name in reversed(NOISE)}.values())
 FAST = [name for name in NOISE if not name.startswith("dpm2")]
+BASIC = {"flow_euler", "flow_lcm", "flow_unipc"}
 TO_FLOW = {
     "flux": {"flow_euler", "flow_lcm", "flow_unipc", "flow_dpmpp_2m"},
     "stable_diffusion_3": {"flow_euler", "flow_lcm", "flow_unipc", "flow_dpmpp_2m", "flow_heun"},
@@ -478,3 +479,10 @@ def test_the_documents_table_is_the_codes() -> None:
     karras = {name for name, sampler in SAMPLERS.items()
               if sampler.settings.get("use_karras_sigmas")}  # fmt: skip
     assert {name for name in notes if "Karras" in notes[name]} == karras
+    suits = text[text.index("## Which suit a model") : text.index("## What diffusers does")]
+    assert set(re.findall(r"`(\w+Pipeline)`", suits)) == set(FLOW_PIPELINES)
+    for family in TO_FLOW:
+        pipe = FAMILIES[family].build()
+        (row,) = [line for line in suits.splitlines() if f"`{type(pipe).__name__}`" in line]
+        listed = set(re.findall(r"`(flow_\w+)`", row))
+        assert listed == TO_FLOW[family] - (set() if "`flow_euler`" in row else BASIC), family

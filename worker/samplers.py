@@ -64,7 +64,7 @@ class _FlowCall:
     heeds_flow_sigmas: bool = False
 
 
-_FLOW_PIPELINES: Mapping[str, _FlowCall] = {
+FLOW_PIPELINES: Mapping[str, _FlowCall] = {
     "ChromaPipeline": _FlowCall(sigmas="array", mu="always"),
     "Flux2KleinPipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
     "Flux2Pipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
@@ -72,7 +72,6 @@ _FLOW_PIPELINES: Mapping[str, _FlowCall] = {
     "FluxPipeline": _FlowCall(sigmas="array", mu="always", heeds_flow_sigmas=True),
     "HunyuanVideoPipeline": _FlowCall(sigmas="array"),
     "Kandinsky5T2IPipeline": _FlowCall(),
-    "Kandinsky5T2VPipeline": _FlowCall(),
     "LTXPipeline": _FlowCall(sigmas="array", mu="always"),
     "Lumina2Pipeline": _FlowCall(sigmas="array", mu="always"),
     "QwenImage21Pipeline": _FlowCall(sigmas="array", mu="always"),
@@ -114,7 +113,7 @@ def samplers_for(pipe: Any) -> frozenset[str]:
     space = None if own is None else _space_of(own)
     if space is None or not (space is Space.FLOW or _is_declared_for_any(type(pipe))):
         return frozenset()
-    call = _FLOW_PIPELINES.get(type(pipe).__name__)
+    call = FLOW_PIPELINES.get(type(pipe).__name__)
     return frozenset(
         name
         for name, sampler in SAMPLERS.items()
