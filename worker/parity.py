@@ -188,10 +188,10 @@ def _of_hand_written(
 
 
 def _one_by_one(pipe: Any, requests: Sequence[DiffusionRequest]) -> Run:
-    """Step every request in a loop of its own."""
+    """Step every picture by itself."""
     total = Run(calls=0, forwards=0, rows=0)
     for request in requests:
-        run = run_steps(pipe, [request])
+        run = run_steps(pipe, [request], one_at_a_time=True)
         total.made |= run.made
         for name in ("calls", "forwards", "rows"):
             setattr(total, name, getattr(total, name) + getattr(run, name))
