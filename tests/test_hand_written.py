@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from support_pipelines import NoForward, PatternPipeline, SerialPipeline
+from support_pipelines import (
+    HalfStepped,
+    NoForward,
+    PatternPipeline,
+    SerialPipeline,
+    Undeclared,
+)
+from tiny_flow import TinyFlow
 
 from omni_engine import DiffusionOutput, DiffusionRequestBatch, Omni, OmniDiffusionSamplingParams
 from omni_engine.engine.devices import available_devices, worker_device
@@ -18,6 +25,7 @@ from omni_engine.protocol.requests import build_request
 from omni_engine.stages.contracts import check_contract, check_results
 from omni_engine.worker.declared import declared_capabilities
 
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 OPTIONS: dict[str, Any] = {"lora_modules": [], "default_sampling_params": {}, "max_num_seqs": 4}
 
 
@@ -63,6 +71,63 @@ def test_a_complete_class_passes() -> None:
     check_contract(SerialPipeline, step_execution=False)
 
 
+STEPS_ARE_MISSING = "can't be stepped: it lacks "
+ALL_STEPS = "prepare_encode, denoise_step, step_scheduler, post_decode"
+
+
+@pytest.mark.parametrize(
+    ("cls", "message", "way_out"),
+    [
+        (PatternPipeline, STEPS_ARE_MISSING + ALL_STEPS, "or leave step_execution false"),
+        (HalfStepped, STEPS_ARE_MISSING + "step_scheduler, post_decode", "docs/pipelines.md"),
+        (Undeclared, "does not declare that it can be stepped", "Declare it, or leave"),
+    ],
+)
+def test_the_stepwise_contract_is_checked_from_the_class(
+    cls: type[Any], message: str, way_out: str
+) -> None:
+    with pytest.raises(PipelineContractError, match=message) as caught:
+        check_contract(cls, step_execution=True)
+    assert caught.value.field == "step_execution"
+    assert way_out in str(caught.value)
+
+
+def test_a_declared_contract_is_checked_even_if_the_stage_does_not_step() -> None:
+    with pytest.raises(PipelineContractError, match="it lacks step_scheduler") as caught:
+        check_contract(HalfStepped, step_execution=False)
+    assert "or leave supports_step_execution out" in str(caught.value)
+    check_contract(Undeclared, step_execution=False)
+
+
+def test_steps_alone_are_a_complete_pipeline() -> None:
+    class StepsOnly:
+        supports_step_execution = True
+        load = classmethod(lambda cls, context: cls())
+        prepare_encode = denoise_step = step_scheduler = post_decode = print
+
+    check_contract(StepsOnly, step_execution=True)
+    check_contract(StepsOnly, step_execution=False)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("PatternPipeline", STEPS_ARE_MISSING + ALL_STEPS),
+        ("HalfStepped", STEPS_ARE_MISSING + "step_scheduler, post_decode"),
+    ],
+)
+def test_an_engine_refuses_to_step_what_has_no_steps_before_loading_it(
+    pipeline: str, message: str
+) -> None:
+    """The second raises if it is loaded."""
+    with pytest.raises(PipelineContractError, match=message) as caught:
+        Omni("bundled", pipeline=f"support_pipelines:{pipeline}", devices="cpu",
+             step_execution=True, **OPTIONS)  # fmt: skip
+    assert caught.value.field == "step_execution"
+    assert f"support_pipelines:{pipeline}" in str(caught.value)
+    assert "leave step_execution false" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("results", "message"),
     [
@@ -87,6 +152,35 @@ def test_capabilities_are_read_from_attributes() -> None:
     assert "does not declare" in declared_capabilities(SerialPipeline()).batching_note
 
 
+class WithForward(TinyFlow):
+    def forward(self, batch: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_capabilities_of_stepped_pipelines() -> None:
+    """A pipeline with steps alone runs its request batches by them; TinyFlow is a torch module."""
+    found = declared_capabilities(TinyFlow())
+    assert (found.supports_step_execution, found.supports_request_batch) == (True, True)
+    assert found.batching_note == "stepped: the pipeline's own denoise_step"
+    assert found.per_request == {"guidance_scale"}
+    both = declared_capabilities(WithForward())
+    assert (both.supports_step_execution, both.supports_request_batch) == (True, False)
+    assert "does not declare supports_request_batch; stepped:" in both.batching_note
+    both = declared_capabilities(declaring(WithForward, supports_request_batch=True))
+    assert both.supports_request_batch
+    assert both.batching_note.startswith("the pipeline's own forward(batch); stepped: ")
+    alone = declared_capabilities(declaring(TinyFlow, exclusive=True))
+    assert (alone.exclusive, alone.supports_request_batch) == (True, False)
+    assert "exclusive" in alone.batching_note
+    serial = declared_capabilities(declaring(TinyFlow, supports_request_batch=False))
+    assert not serial.supports_request_batch
+    assert "request by request without step execution" in serial.batching_note
+
+
+def declaring(cls: type[Any], **attributes: Any) -> Any:
+    return type("Declaring", (cls,), attributes)()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -97,6 +191,8 @@ def test_capabilities_are_read_from_attributes() -> None:
         ("per_request", {1, 2}),
         ("defaults", {"heigth": 64}),
         ("defaults", {"height": -64}),
+        ("supports_step_execution", "yes"),
+        ("exclusive", None),
         ("batching_note", None),
     ],
 )
@@ -119,22 +215,64 @@ def test_a_pipeline_without_the_flag_runs_request_by_request(
     assert "does not declare supports_request_batch" in stage["batching"]
 
 
+def offer(name: str, target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package that offers a pipeline, as far as worker processes can tell."""
+    info = folder / "offering-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[omni_engine.pipelines]\n{name} = {target}\n")
+    support = Path(__file__).parent / "support"
+    monkeypatch.setenv("PYTHONPATH", f"{support}:{EXAMPLES}:{folder}")
+
+
 def test_a_pipeline_named_by_entry_point(
     start_own_engine: Callable[..., Omni], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "offering-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[omni_engine.pipelines]\npattern-by-name = support_pipelines:PatternPipeline\n"
-    )
-    support = str(Path(__file__).parent / "support")
-    monkeypatch.setenv("PYTHONPATH", f"{support}:{tmp_path}")
+    offer("pattern-by-name", "support_pipelines:PatternPipeline", tmp_path, monkeypatch)
     omni = start_own_engine("bundled", pipeline="pattern-by-name", **OPTIONS)
     assert omni.generate("a")[0].ok
     with pytest.raises(Exception, match="pattern-by-name") as caught:
         Omni("bundled", pipeline="pattern-by-nam", devices="cpu", **OPTIONS)
     assert "no installed package offers a pipeline named 'pattern-by-nam'" in str(caught.value)
+
+
+def test_the_example_is_served_by_entry_point_and_in_yaml_stepped_and_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two modes of one pipeline, side by side, give the same pictures."""
+    offer("tiny-flow", "tiny_flow:TinyFlow", tmp_path, monkeypatch)
+    (tmp_path / "stages.yaml").write_text("""
+stage_args:
+  - stage_id: 0
+    name: stepped
+    engine_args: {model: bundled, pipeline: "tiny_flow:TinyFlow", step_execution: true,
+                  max_num_seqs: 4}
+    runtime: {devices: cpu, threads: 1}
+  - stage_id: 1
+    name: batched
+    engine_args: {model: bundled, pipeline: tiny-flow, max_num_seqs: 4}
+    runtime: {devices: cpu, threads: 1}
+""")
+    params = [
+        OmniDiffusionSamplingParams(seed=i, num_inference_steps=3 + i, guidance_scale=1.0 + i,
+                                    num_outputs_per_prompt=1 + i % 2, output_type="latent")
+        for i in range(4)
+    ]  # fmt: skip
+    prompts = [f"picture {i}" for i in range(4)]
+    with Omni(config=tmp_path / "stages.yaml") as omni:
+        stepped = omni.generate(prompts, params, model="stepped")
+        batched = omni.generate(prompts, params, model="batched")
+        stages = omni.status()["stages"]
+        assert [stage["effective_max_num_seqs"] for stage in stages] == [4, 4]
+        assert {stage["batching"] for stage in stages} == {
+            "stepped: the pipeline's own denoise_step"
+        }
+    for i, (one, other) in enumerate(zip(stepped, batched, strict=True)):
+        assert one.raise_for_error().latents is not None
+        assert one.latents.shape == (1 + i % 2, 4, 8, 8)
+        np.testing.assert_allclose(one.latents, other.raise_for_error().latents, atol=1e-5)
+        assert one.metrics.num_steps == one.metrics.num_forwards == 3 + i
+    assert max(output.metrics.max_batch_size for output in stepped) > 1
 
 
 def test_two_models_side_by_side(start_own_engine: Callable[..., Omni], tmp_path: Path) -> None:

@@ -81,3 +81,31 @@ class NoForward:
     @classmethod
     def load(cls, context: LoadContext) -> NoForward:
         raise AssertionError("the contract must be checked before anything is loaded")
+
+
+class HalfStepped(PatternPipeline):
+    """Declares steps and has only two of the four methods."""
+
+    supports_step_execution = True
+
+    @classmethod
+    def load(cls, context: LoadContext) -> HalfStepped:
+        raise AssertionError("the contract must be checked before anything is loaded")
+
+    def prepare_encode(self, state: object) -> None:
+        raise NotImplementedError
+
+    def denoise_step(self, batch: object, states: object) -> None:
+        raise NotImplementedError
+
+
+class Undeclared(HalfStepped):
+    """Has all of the methods and doesn't say so."""
+
+    supports_step_execution = False
+
+    def step_scheduler(self, state: object, noise_pred: object) -> None:
+        raise NotImplementedError
+
+    def post_decode(self, state: object) -> None:
+        raise NotImplementedError
