@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^```(bash|python|sh)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(bash|python|sh|yaml(?= file=))(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 RUN_DOCUMENTS = ["README.md", "docs/pipelines.md"]
 
 
@@ -96,6 +98,12 @@ def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert ((ROOT / document).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=str)
+def test_examples_are_shown_as_they_are(example: Path) -> None:
+    shown = {name: text for _, name, text in blocks("docs/pipelines.md")}
+    assert shown[example.name] == example.read_text()
 
 
 def test_ci_runs_what_the_readme_says() -> None:
