@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from tiny_flow import TinyFlow
 from tiny_models import save_tiny_stable_diffusion
 
@@ -18,7 +20,11 @@ from omni_engine.stages.config import EngineArgs
 from omni_engine.stages.contracts import LoadContext, StepBatch, StepRequestState
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.building import build_pipeline
+from omni_engine.worker.certification import make_stepper
 from omni_engine.worker.conformance import CHECKS, ConformanceError, check_conformance
+from omni_engine.worker.conformance_trial import Trial
+from omni_engine.worker.diffusers_adapter import DiffusersPipeline
+from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.loading import load_pipeline
 
 EXACT = 1e-12
@@ -73,12 +79,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stable_diffusion(folder: Path) -> Any:
-    return adapted(folder, "float64")
+    pipeline = adapted(folder, "float64")
+    assert pipeline.capabilities.supports_request_batch, "or nothing is asked of sharing"
+    return pipeline
 
 
 @pytest.fixture(scope="module")
 def deterministic(folder: Path) -> Any:
-    return adapted(folder, "float32", deterministic=True, max_num_seqs=3)
+    pipeline = adapted(folder, "float32", deterministic=True, max_num_seqs=3)
+    assert pipeline.capabilities.supports_request_batch
+    return pipeline
 
 
 every_check = pytest.mark.parametrize("check", CHECKS)
@@ -99,6 +109,18 @@ def test_deterministic_mode_conforms_to_the_bit(check: str, deterministic: Any) 
     check_conformance(deterministic, guided_request, tolerance=0, checks=[check])
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_pipeline_that_shares_nothing_conforms(folder: Path, exclusive: bool) -> None:
+    fused = adapted(folder, "float64")
+    fused.stepper.close()
+    capabilities = dataclasses.replace(
+        fused.capabilities, supports_request_batch=False, exclusive=exclusive
+    )
+    stepper = make_stepper(fused.pipe, FusionReport(False, ""))
+    alone = DiffusersPipeline(fused.pipe, stepper, capabilities, AbortFlags())
+    check_conformance(alone, diffusion_request, tolerance=EXACT)
+
+
 @pytest.mark.slow
 def test_the_bundled_model_conforms() -> None:
     check_conformance(adapted(MODEL_DIR, "float64"), qwen_request, tolerance=EXACT)
@@ -110,6 +132,53 @@ def test_pictures_conform_as_latents_do(folder: Path) -> None:
 
     check_conformance(adapted(folder, "float32"), pictures)
     check_conformance(native("float32"), lambda i: request(i, output_type="np"))
+
+
+class Fragile(StableDiffusionPipeline):
+    """Raises where its prompt says, from inside of the pipeline's own call."""
+
+    def encode_prompt(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        self.fragile = prompt
+        if prompt == "raise in encode":
+            raise ValueError(prompt)
+        if prompt == "raise in step":
+            self.scheduler.step = self.raise_in_step  # of this request's scheduler
+        return super().encode_prompt(prompt, *args, **kwargs)
+
+    def raise_in_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(self.fragile)
+
+    def run_safety_checker(self, *args: Any) -> Any:
+        if self.fragile == "raise in decode":
+            raise ValueError(self.fragile)
+        return super().run_safety_checker(*args)
+
+
+def test_an_adapted_pipelines_own_errors_end_one_request(folder: Path) -> None:
+    pipeline = adapted(folder, "float64", pipeline="test_conformance:Fragile")
+    sizes = {"height": 16, "width": 16, "output_type": "np", "guidance_scale": 3.0}
+    good = [
+        dataclasses.replace(
+            request(i, num_outputs_per_prompt=1 + i % 2, **sizes), request_id=f"{i}"
+        )
+        for i in range(3)
+    ]
+    prompts = ["raise in encode", "raise in step", "raise in decode"]
+    bad = [dataclasses.replace(request(i, **sizes), prompt=text, request_id=text)
+           for i, text in enumerate(prompts)]  # fmt: skip
+    expected = Trial(pipeline).run(good)
+    trial = Trial(pipeline)
+    trial.join([*bad, *good])
+    trial.tick()
+    assert list(trial.outputs) == ["raise in encode", "raise in step"]
+    outputs = trial.run()
+    for text in prompts:
+        assert f"ValueError: {text}" in str(outputs[text].error)
+    for one in good:
+        made = outputs[one.request_id].raise_for_error().images or []
+        wanted = expected[one.request_id].images or []
+        assert [picture.tobytes() for picture in made] == [p.tobytes() for p in wanted]
+    assert not trial.alive()
 
 
 # -- what the suite is for
@@ -270,6 +339,13 @@ def test_broken_pipelines_fail_the_check_that_names_the_fault(
         check_conformance(pipeline, flow_request, tolerance=EXACT, checks=[check])
     assert list(caught.value.failures) == [check]
     assert message in str(caught.value)
+
+
+def test_an_adapter_that_keeps_aborted_calls_is_found(folder: Path) -> None:
+    pipeline = adapted(folder, "float64")
+    pipeline.release = lambda state: None
+    with pytest.raises(ConformanceError, match=r"one tick later still holds the pipeline call"):
+        check_conformance(pipeline, diffusion_request, checks=["abort_touches_nobody"])
 
 
 def test_every_failed_check_is_named_and_the_others_run() -> None:
