@@ -180,6 +180,7 @@ REPORT = FusionReport(
     sources={"unet": "observed"},
     observed={"unet": {"sample": Kind.ROWS, "table": Kind.SAME}},
     certified_at="2026-11-29 12:00 UTC",
+    tolerance=1e-3,
 )
 CERTIFICATE = Certificate(REPORT, ListCallChoice(True, 1.5, 2.5))
 
@@ -217,6 +218,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another model": lambda d: {**d, "key": {"model": "n"}},
     "negative time": lambda d: {**d, "list_call": {**d["list_call"], "list_ms": -1}},
     "not a number": lambda d: {**d, "list_call": {**d["list_call"], "list_ms": float("nan")}},
+    "negative tolerance": lambda d: {**d, "tolerance": -1.0},
     "long text": lambda d: {**d, "finding": "x" * 5000},
     "a list": lambda d: [d],
 }
@@ -378,6 +380,53 @@ def test_inference_is_tried_where_nothing_can_be_observed() -> None:
     assert found.sources == {"brain": "inferred"}
     assert not found.fused, "words look as if dimension 0 had the rows"
     assert "sharing forwards changes pictures" in found.note
+
+
+# -- half precision
+
+
+class Chaotic(Brain):
+    """Magnifies what its batch size does to rounding, as deep models do."""
+
+    mixes = False
+
+    def forward(self, noisy: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor]:
+        (out,) = super().forward(noisy, words)
+        rounding = 0.04 * min(len(noisy) - 1, 1)
+        return (out + rounding + (0.5 * (out - out[:1]) if self.mixes else 0.0),)
+
+
+class HalfPipeline(BrainPipeline):
+    def arguments(self, prompts: list[str], is_list: bool) -> dict[str, torch.Tensor]:
+        words = super().arguments(prompts, is_list)["words"]
+        return {"words": words.to(next(self.brain.parameters()).dtype)}
+
+    @torch.no_grad()
+    def __call__(
+        self, prompt: Any, num_inference_steps: int = 3, height: int = 8, width: int = 8,
+        generator: Any = None, output_type: str = "np",
+    ) -> ImagePipelineOutput:  # fmt: skip
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        generators = generator if isinstance(generator, list) else [generator]
+        x = torch.stack([torch.randn(4, 6, generator=g) for g in generators])
+        for _ in range(num_inference_steps):
+            half = x.to(next(self.brain.parameters()).dtype)
+            (x,) = self.brain(half, **self.arguments(prompts, isinstance(prompt, list)))
+        return ImagePipelineOutput(images=x[:, None].float().numpy())
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_rounding_in_half_precision_is_measured_not_guessed(mixes: bool) -> None:
+    torch.manual_seed(0)
+    brain = Chaotic()
+    brain.mixes = mixes
+    found = certified(quiet(HalfPipeline(brain.to(torch.bfloat16))))
+    assert found.fused == (not mixes), found.note
+    assert found.tolerance is not None
+    assert found.tolerance > 0.05
+    exact = certified(quiet(HalfPipeline(brain.to(torch.float32))))
+    assert not exact.fused, "in single precision it is too much for rounding"
+    assert exact.tolerance == 1e-3
 
 
 # -- what is covered

@@ -102,6 +102,7 @@ class CertificateStore:
             encoders=report.encoders,
             sources=dict(report.sources),
             observed={name: dict(rules) for name, rules in report.observed.items()},
+            tolerance=report.tolerance,
             list_call=None
             if choice is None
             else _ListCall(chosen=choice.chosen, list_ms=choice.list_ms, step_ms=choice.step_ms),
@@ -150,6 +151,7 @@ class _File(BaseModel):
     encoders: bool
     sources: dict[str, Source]
     observed: dict[str, dict[str, Kind]]
+    tolerance: Annotated[float, Field(ge=0)] | None
     list_call: _ListCall | None
 
     def certificate(self) -> Certificate:
@@ -161,6 +163,7 @@ class _File(BaseModel):
             observed=self.observed,
             certified_at=self.certified_at,
             cached=True,
+            tolerance=self.tolerance,
         )
         choice = self.list_call
         if choice is None:

@@ -24,6 +24,7 @@ class FusionReport:
         observed: the observed rules that were certified, by component and argument.
         certified_at: when requests were compared, in UTC; None if none were.
         cached: whether that was in an earlier process.
+        tolerance: by how much results were allowed to differ; None if none were compared.
     """
 
     fused: bool
@@ -33,6 +34,7 @@ class FusionReport:
     observed: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
     certified_at: str | None = None
     cached: bool = False
+    tolerance: float | None = None
 
     @property
     def provenance(self) -> str:

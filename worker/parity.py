@@ -86,6 +86,7 @@ def measure(spec: WorkerSpec, requests: int, tell: Callable[[str], None]) -> dic
     if is_plain_diffusers(pipe):
         tell("certifying")
         report = certified_anew(pipe, certificate_store(pipe, spec)).report
+        tolerance = max(tolerance, report.tolerance or 0.0)
         capabilities = diffusers_capabilities(pipe, report)
         modes = _of_diffusers(pipe, spec, report, requests, tolerance, tell)
     else:
