@@ -214,7 +214,7 @@ def _rounding(
 
 def _difference(one: list[npt.NDArray[np.float64]], other: list[npt.NDArray[np.float64]]) -> float:
     """Return the largest difference; not a number is no number here either."""
-    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+    return float(np.max([np.abs(a - b).max() for a, b in zip(one, other, strict=True)]))
 
 
 def _judge(
