@@ -85,7 +85,7 @@ def by_hand(pipe: QwenImagePipeline, rows: int, steps: int) -> Any:
         guided = unwanted + GUIDANCE * (wanted - unwanted)
         guided = guided * (wanted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
         latents = pipe.scheduler.step(guided, timestep, latents, return_dict=False)[0]
-    latents = pipe._unpack_latents(latents, SIZE, SIZE, pipe.vae_scale_factor)  # noqa: SLF001
+    latents = pipe._unpack_latents(latents, SIZE, SIZE, pipe.vae_scale_factor)
     vae = pipe.vae.config
     mean, std = (
         torch.tensor(values).view(1, vae.z_dim, 1, 1, 1)
