@@ -117,8 +117,10 @@ class StepDispatch:
         }
 
     def _ready(self) -> list[WorkerSlot]:
+        """Return the workers that take plans; one with an error is about to end."""
         states = (WorkerState.IDLE, WorkerState.BUSY)
-        return [w.slot for w in self._floor.workers.values() if w.state in states]
+        workers = self._floor.workers.values()
+        return [w.slot for w in workers if w.state in states and w.error is None]
 
     def _describe_group(self, group_id: int, request_ids: tuple[str, ...]) -> dict[str, Any]:
         members = [self._floor.live[request_id] for request_id in request_ids]
