@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -189,7 +190,7 @@ def _compare(
         if max(apart) > allowed[0] == HALF_PRECISION_TOLERANCE:
             rounding = _rounding(pipe, requests, alone)
             allowed = [max(allowed[0], _ROUNDING_MARGIN * found) for found in rounding]
-        wanted = dataclasses.replace(wanted, tolerance=max(allowed))
+        wanted = dataclasses.replace(wanted, tolerance=statistics.median(allowed))
         report = _judge(apart, allowed, stepper, wanted)
         if report.fused:
             break

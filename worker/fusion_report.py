@@ -24,7 +24,8 @@ class FusionReport:
         observed: the observed rules that were certified, by component and argument.
         certified_at: when requests were compared, in UTC; None if none were.
         cached: whether that was in an earlier process.
-        tolerance: by how much results were allowed to differ; None if none were compared.
+        tolerance: by how much results could differ, the median over the requests; None if none
+            were compared.
     """
 
     fused: bool
