@@ -24,6 +24,7 @@ from omni_engine.protocol.plans import WorkerSpec
 from omni_engine.stages.config import EngineArgs
 from omni_engine.stages.contracts import LoadContext, StepBatch, StepRequestState
 from omni_engine.worker.parity import measure
+from omni_engine.worker.parity_runs import Run, difference
 
 TESTS = Path(__file__).parent
 
@@ -182,6 +183,12 @@ def test_a_request_batch_pipeline_is_compared_batch_against_requests() -> None:
     assert list(modes) == ["single", "batch"]
     assert modes["batch"]["verdict"] == "equal"
     assert modes["batch"]["forwards"] is None
+
+
+def test_one_value_that_is_not_a_number_is_infinitely_far() -> None:
+    good, bad = (Run({("a", 0): np.zeros(2), ("b", 0): np.array([0, b])}) for b in (0, np.nan))
+    assert difference(good, good) == 0
+    assert difference(good, bad) == float("inf")
 
 
 class Positional(PatternPipeline):

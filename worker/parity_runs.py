@@ -59,8 +59,8 @@ def difference(one: Run, other: Run) -> float:
     shapes = [{key: a.shape for key, a in run.made.items()} for run in (one, other)]
     if shapes[0] != shapes[1]:
         raise ModelError(f"shapes differ: {list(shapes[0].values())}, {list(shapes[1].values())}")
-    found = max(float(np.abs(one.made[key] - other.made[key]).max()) for key in one.made)
-    return found if found == found else float("inf")
+    found = [float(np.abs(one.made[key] - other.made[key]).max()) for key in one.made]
+    return max(float("inf") if np.isnan(apart) else apart for apart in found)
 
 
 def run_alone(pipe: Any, requests: Sequence[DiffusionRequest]) -> Run:
@@ -137,7 +137,7 @@ def run_forward(pipeline: Any, batches: Sequence[Sequence[DiffusionRequest]]) ->
     for batch in batches:
         for output in pipeline.forward(DiffusionRequestBatch(tuple(batch))):
             output.raise_for_error()
-            made = output.images if output.images is not None else output.frames
+            made = output.images or output.frames or output.audio
             for index, picture in enumerate(made or ()):
                 run.made[output.request_id, index] = as_floats(picture)
     return run
