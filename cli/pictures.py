@@ -1,14 +1,20 @@
-"""Writes a request's pictures: one PNG each, named after prompt and seed, nothing overwritten."""
+"""Writes what a request made: one file each, named after prompt and seed, nothing overwritten.
+
+Pictures are PNG files; clips and pictures in layers are animated ones; sounds are WAV files.
+"""
 
 from __future__ import annotations
 
 import io
 import re
 import unicodedata
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from omni_engine.protocol.errors import ConfigError, OmniError
@@ -16,6 +22,7 @@ from omni_engine.protocol.outputs import DiffusionOutput
 
 _SLUG_CHARS = 80
 _DEFAULT_FPS = 16.0
+_DEFAULT_SAMPLE_RATE = 44_100
 
 
 class OutputFileError(OmniError):
@@ -43,7 +50,7 @@ class PictureFolder:
         make_folder(path, flag)
 
     def write(self, number: int, prompt: str, output: DiffusionOutput) -> list[Path]:
-        """Write every picture of a request.
+        """Write everything that a request made, one file per output.
 
         Args:
             number: the prompt's number, counted from 1.
@@ -51,20 +58,20 @@ class PictureFolder:
             output: a completed one.
 
         Returns:
-            The files, in the order of the pictures.
+            The files, in the order of the outputs.
 
         Raises:
             OutputFileError: if the operating system refuses, or there is nothing to write.
         """
-        if not output.images and not output.frames:
+        if not output.images and not output.frames and not output.audio:
             raise OutputFileError(
-                "the engine returned no pictures", field="output_type",
+                "the engine returned no pictures or sounds", field="output_type",
                 hint='Its default_sampling_params may say output_type "latent".',
             )  # fmt: skip
         seed = output.seed or 0
         return [
-            self._write_one(f"{number:02}-{slug(prompt)}-{seed + index}", data)
-            for index, data in enumerate(self._encoded(output))
+            self._write_one(f"{number:02}-{slug(prompt)}-{seed + index}", data, ending)
+            for index, (data, ending) in enumerate(self._encoded(output))
         ]
 
     def write_preview(self, number: int, prompt: str, step: int, picture: Any) -> Path:
@@ -81,14 +88,16 @@ class PictureFolder:
         """
         return self._write_one(f"{number:02}-{slug(prompt)}-step-{step:04}", png_bytes([picture]))
 
-    def _encoded(self, output: DiffusionOutput) -> Iterator[bytes]:
+    def _encoded(self, output: DiffusionOutput) -> Iterator[tuple[bytes, str]]:
         for picture in output.images or ():
-            yield png_bytes([picture])
+            yield png_bytes([picture]), ".png"
         for frames in output.frames or ():
-            yield png_bytes(frames, self._fps)
+            yield png_bytes(frames, self._fps), ".png"
+        for sound in output.audio or ():
+            yield wav_bytes(sound, output.sample_rate), ".wav"
 
-    def _write_one(self, name: str, data: bytes) -> Path:
-        for path in free_names(self._path, name):
+    def _write_one(self, name: str, data: bytes, ending: str = ".png") -> Path:
+        for path in free_names(self._path, name, ending):
             try:
                 with path.open("xb") as file:
                     file.write(data)
@@ -96,7 +105,7 @@ class PictureFolder:
                 continue
             except OSError as error:
                 raise OutputFileError(
-                    f"a picture can't be written: {error.strerror}",
+                    f"a file can't be written: {error.strerror}",
                     field=self._flag,
                     value=str(path),
                 ) from None
@@ -123,12 +132,12 @@ def make_folder(path: Path, flag: str = "--out") -> None:
         ) from None  # fmt: skip
 
 
-def free_names(folder: Path, name: str) -> Iterator[Path]:
+def free_names(folder: Path, name: str, ending: str) -> Iterator[Path]:
     """Yield ``NAME.png``, ``NAME-2.png``… for a caller that takes the first that doesn't exist."""
-    yield folder / f"{name}.png"
+    yield folder / f"{name}{ending}"
     count = 2
     while True:
-        yield folder / f"{name}-{count}.png"
+        yield folder / f"{name}-{count}{ending}"
         count += 1
 
 
@@ -140,7 +149,7 @@ def slug(prompt: str) -> str:
 
 
 def png_bytes(frames: Any, fps: float | None = None) -> bytes:
-    """Encode uint8 arrays of shape (height, width, 3) as one PNG, animated if there are several."""
+    """Encode uint8 arrays of shape (height, width, 3 or 4) as one PNG, animated if several."""
     first, *rest = [Image.fromarray(frame) for frame in frames]
     buffer = io.BytesIO()
     if rest:
@@ -148,4 +157,21 @@ def png_bytes(frames: Any, fps: float | None = None) -> bytes:
         first.save(buffer, "PNG", save_all=True, append_images=rest, duration=duration_ms, loop=0)
     else:
         first.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def wav_bytes(sound: npt.NDArray[np.float32], sample_rate: int | None) -> bytes:
+    """Encode a sound of shape (channels, samples) as a WAV file of 16 bits per sample.
+
+    Args:
+        sound: full scale is -1 to 1; what is louder is clipped.
+        sample_rate: samples per second; None: 44,100.
+    """
+    samples = (np.nan_to_num(sound).clip(-1, 1) * 32767).round().astype("<i2")
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(len(samples))
+        file.setsampwidth(2)
+        file.setframerate(sample_rate or _DEFAULT_SAMPLE_RATE)
+        file.writeframes(samples.T.tobytes())
     return buffer.getvalue()

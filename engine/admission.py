@@ -186,7 +186,7 @@ class Admission:
             raise InvalidRequestError(
                 f"{known.pipeline} needs an input picture",
                 field=f"multi_modal_data.{name}",
-                expected="a uint8 array of shape (height, width, 3)",
+                expected="a uint8 array of shape (height, width, 3 or 4)",
             )
 
     def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:

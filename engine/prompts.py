@@ -86,5 +86,7 @@ def _as_array(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_array(item) for item in value]
     if hasattr(value, "convert") and hasattr(value, "getbands"):
-        return np.asarray(value if value.mode == "L" else value.convert("RGB"))
+        if value.mode == "L":
+            return np.asarray(value)
+        return np.asarray(value.convert("RGBA" if value.has_transparency_data else "RGB"))
     return value

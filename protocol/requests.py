@@ -41,7 +41,8 @@ class DiffusionRequest:
         request_id: unique among the engine's live requests.
         prompt: the text; not blank.
         multi_modal_data: input pictures by name ("image", "mask_image", "control_image"): uint8
-            arrays of shape (height, width, 3) or (height, width), or lists of them.
+            arrays of shape (height, width, 3), (height, width, 4) with alpha, or (height, width),
+            or lists of them.
         sampling_params: see ``OmniDiffusionSamplingParams``.
         model: a served model's name; None picks the engine's first.
         detached: keep running when the client goes away.
@@ -246,12 +247,12 @@ def _checked_picture(where: str, value: object) -> np.ndarray[Any, Any]:
         isinstance(value, np.ndarray)
         and value.dtype == np.uint8
         and value.size
-        and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] == 3))
+        and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4)))
     ):
         return value
     raise InvalidRequestError(
         "an input picture is not acceptable",
         field=where,
         value=describe(value),
-        expected="a uint8 array of shape (height, width, 3) or (height, width)",
+        expected="a uint8 array of shape (height, width, 3 or 4) or (height, width)",
     )

@@ -192,8 +192,10 @@ class StepPipeline(Protocol):
         """Return the finished picture.
 
         Returns:
-            A uint8 array of shape (height, width, 3), or (frames, height, width, 3) for a video;
-            floats in [0, 1] are converted. With ``output_type="latent"``: a tensor.
+            A uint8 array of shape (height, width, 3 or 4), or (frames, height, width, 3 or 4) for a
+            video or a picture in layers; floats in [0, 1] are converted. A sound is an array of
+            floats of shape (channels, samples); the pipeline's ``sample_rate`` goes with it. With
+            ``output_type="latent"``: a tensor.
         """
         ...
 
@@ -287,12 +289,18 @@ def check_results(batch: DiffusionRequestBatch, results: object) -> list[Diffusi
             expected="the requests' ids, in order",
         )
     for request, output in zip(batch.requests, results, strict=True):
-        made = output.images if output.images is not None else output.frames
+        _check_number(request, output)
+    return results
+
+
+def _check_number(request: DiffusionRequest, output: DiffusionOutput) -> None:
+    """Check that there is one entry per output; a picture in layers is one, and so is a clip."""
+    for name in ("images", "frames", "audio"):
+        made = getattr(output, name)
         if made is not None and len(made) != request.num_outputs:
             raise PipelineContractError(
-                "forward() made the wrong number of pictures for a request",
+                "forward() made the wrong number of pictures or sounds for a request",
                 field="forward",
                 value=len(made),
                 expected=f"{request.num_outputs}, the request's num_outputs_per_prompt",
             )
-    return results

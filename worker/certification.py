@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_engine.protocol.errors import ModelError
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.worker.call_rules import RULES, Kind
@@ -28,7 +27,7 @@ from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
 from omni_engine.worker.fusion_report import FusionReport, Source
 from omni_engine.worker.joining import tensors_in
 from omni_engine.worker.observation import observed_rules
-from omni_engine.worker.row_calls import CallBuilder, Row
+from omni_engine.worker.row_calls import CallBuilder, Row, made_in
 from omni_engine.worker.synthetic import RequestMaker, certification_requests
 from omni_engine.worker.views import autoencoders, denoisers, is_exclusive, text_encoders
 
@@ -128,12 +127,7 @@ def result_arrays(result: Any) -> list[npt.NDArray[np.float64]]:
     Raises:
         ModelError: if there are none in it.
     """
-    for name in ("images", "frames", "videos", "audios"):
-        if (found := getattr(result, name, None)) is not None:
-            return [as_floats(item) for item in found]
-    raise ModelError(
-        f"the pipeline returned {type(result).__name__} without images, frames or audios"
-    )
+    return [as_floats(item) for item in made_in(result)]
 
 
 def _observe(pipe: Any, capabilities: PipelineCapabilities) -> ObservedRules:

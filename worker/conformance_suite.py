@@ -111,7 +111,7 @@ class Suite:
 
 def pictures_of(output: DiffusionOutput) -> list[npt.NDArray[Any]]:
     """Return one array per picture of an output."""
-    made: Any = output.images or output.frames
+    made: Any = output.images or output.frames or output.audio
     if made is None:
         made = output.latents
     return list(made.to_numpy() if isinstance(made, TensorData) else made)

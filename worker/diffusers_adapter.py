@@ -22,7 +22,7 @@ from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.cooperative import Answer, CooperativeCall, CooperativeStepper
 from omni_engine.worker.previews import PreviewMaker
 from omni_engine.worker.results import make_output
-from omni_engine.worker.row_calls import CallBuilder, Row, rows_of, unpack
+from omni_engine.worker.row_calls import CallBuilder, Row, rows_of, sample_rate_of, unpack
 from omni_engine.worker.samplers import with_sampler
 from omni_engine.worker.step_counts import StepCounts
 from omni_engine.worker.suspension import Role
@@ -73,6 +73,7 @@ class DiffusersPipeline:
         self.supports_request_batch = capabilities.supports_request_batch
         self._aborts = aborts
         self.list_call = list_call
+        self.sample_rate = sample_rate_of(pipe)
         self._builder = CallBuilder(pipe)
         self._previews = PreviewMaker(pipe, stepper)
 
@@ -123,6 +124,7 @@ class DiffusersPipeline:
                 request,
                 [next(remaining) for _ in range(request.num_outputs)],
                 dataclasses.replace(metrics),
+                self.sample_rate,
             )
             for request in batch.requests
         ]

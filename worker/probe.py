@@ -10,7 +10,7 @@ from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest, build_request
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.worker.fusion_report import FusionReport
-from omni_engine.worker.row_calls import CallBuilder, Row
+from omni_engine.worker.row_calls import CallBuilder, Row, picture_channels
 from omni_engine.worker.signatures import diffusers_capabilities
 
 _STEPS = 2
@@ -35,7 +35,8 @@ def probe_arguments(
     found = capabilities or diffusers_capabilities(pipe, FusionReport(False, ""))
     given = found.required_inputs if inputs is None else inputs
     builder = CallBuilder(pipe)
-    arguments = builder.batch([Row(_probe_request(found, given), 0)] * prompts)
+    request = _probe_request(found, given, picture_channels(pipe))
+    arguments = builder.batch([Row(request, 0)] * prompts)
     # A list of pictures is one per prompt for some pipelines and several for one prompt for others.
     arguments |= {name: arguments[name][0] for name in given}
     if "output_type" in builder.parameters:
@@ -43,7 +44,9 @@ def probe_arguments(
     return arguments
 
 
-def _probe_request(capabilities: PipelineCapabilities, inputs: frozenset[str]) -> DiffusionRequest:
+def _probe_request(
+    capabilities: PipelineCapabilities, inputs: frozenset[str], channels: int
+) -> DiffusionRequest:
     side = 8 * capabilities.size_multiple
     wanted = {
         "height": side,
@@ -58,7 +61,7 @@ def _probe_request(capabilities: PipelineCapabilities, inputs: frozenset[str]) -
     }
     defaults = {n: v for n, v in capabilities.defaults.items() if n not in ("height", "width")}
     params = OmniDiffusionSamplingParams(**fields, seed=_SEED).with_defaults(defaults)
-    pixels = np.random.default_rng(_SEED).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(_SEED).integers(0, 255, (side, side, channels), dtype=np.uint8)
     return build_request(
         "a small red house", params, multi_modal_data=dict.fromkeys(inputs, pixels)
     )

@@ -135,7 +135,7 @@ class RequestRunner:
 
 def _on_its_own(output: DiffusionOutput) -> DiffusionOutput:
     """Copy an output's arrays: a pipeline may write its next result into the same ones."""
-    for name in ("images", "frames"):
+    for name in ("images", "frames", "audio"):
         if isinstance(made := getattr(output, name), list):
             copied = [np.copy(item) if isinstance(item, np.ndarray) else item for item in made]
             setattr(output, name, copied)

@@ -13,25 +13,32 @@ from PIL import Image
 from omni_engine.protocol.errors import ModelError, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.requests import DiffusionRequest
-from omni_engine.worker.tensors import tensor_to_wire, to_uint8
+from omni_engine.worker.tensors import tensor_to_wire, to_sound, to_uint8
 
 MAX_PREVIEW_SIDE = 256
 
 
 def make_output(
-    request: DiffusionRequest, made: Sequence[Any], metrics: OutputMetrics
+    request: DiffusionRequest,
+    made: Sequence[Any],
+    metrics: OutputMetrics,
+    sample_rate: int | None = None,
 ) -> DiffusionOutput:
     """Return the output of a request that completed.
 
     Args:
         request: the request.
-        made: one entry per picture: an array of shape (height, width, 3), a clip of shape
-            (frames, height, width, 3), or a tensor of latents.
+        made: one entry per output: an array of shape (height, width, 3 or 4), a clip or the layers
+            of a picture of shape (frames, height, width, 3 or 4), a sound of floats of shape
+            (samples,) or (channels, samples), or a tensor of latents.
         metrics: how it was run.
+        sample_rate: of sounds, in samples per second.
     """
     output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
     if isinstance(made[0], torch.Tensor):
         output.latents = tensor_to_wire(torch.stack(list(made)))
+    elif made[0].ndim <= 2 and np.issubdtype(made[0].dtype, np.floating):
+        output.audio, output.sample_rate = [to_sound(sound) for sound in made], sample_rate
     elif made[0].ndim == 4:
         output.frames = [to_uint8(clip) for clip in made]
     else:

@@ -58,10 +58,11 @@ class CallBuilder:
     """Builds the arguments of a pipeline's ``__call__``.
 
     Args:
-        pipe: the pipeline; only its class's signature is read.
+        pipe: the pipeline; its class's signature is read, and whether it takes pictures with alpha.
     """
 
     def __init__(self, pipe: Any) -> None:
+        self._alpha = picture_channels(pipe) == 4
         self.parameters = frozenset(inspect.signature(type(pipe).__call__).parameters)
 
     def single(self, row: Row) -> dict[str, Any]:
@@ -94,7 +95,8 @@ class CallBuilder:
         if first.sampling_params.negative_prompt is not None:
             values["negative_prompt"] = [r.request.sampling_params.negative_prompt for r in rows]
         for name in first.multi_modal_data:
-            values[name] = [_pictures(row.request.multi_modal_data[name]) for row in rows]
+            given = [row.request.multi_modal_data[name] for row in rows]
+            values[name] = [_pictures(value, alpha=self._alpha) for value in given]
         return values
 
 
@@ -104,15 +106,30 @@ def unpack(result: Any, *, latents: bool) -> list[Any]:
     Raises:
         ModelError: if there are no pictures, frames or sounds in it.
     """
-    for name in RESULT_FIELDS:
-        if (found := getattr(result, name, None)) is not None:
-            break
-    else:
-        kind, expected = type(result).__name__, ", ".join(RESULT_FIELDS)
-        raise ModelError(f"the pipeline returned {kind} without any of {expected}")
+    found = made_in(result)
     if latents and isinstance(found, torch.Tensor):
         return list(found)
     return [_array(item) for item in found]
+
+
+def made_in(result: Any) -> Any:
+    """Return the pictures, clips, sounds or latents in what a pipeline returned.
+
+    Raises:
+        ModelError: if there are none.
+    """
+    for name in RESULT_FIELDS:
+        if (found := getattr(result, name, None)) is not None:
+            return found
+    kind, expected = type(result).__name__, ", ".join(RESULT_FIELDS)
+    raise ModelError(f"the pipeline returned {kind} without any of {expected}")
+
+
+def picture_channels(pipe: Any) -> int:
+    """Return 4 for pipelines that encode pictures with alpha, else 3."""
+    config = getattr(getattr(pipe, "vae", None), "config", None)
+    found = [getattr(config, name, None) for name in ("input_channels", "in_channels")]
+    return 4 if 4 in found else 3
 
 
 def sample_rate_of(pipe: Any) -> int | None:
@@ -128,7 +145,13 @@ def _array(item: Any) -> Any:
     return item.float().cpu().numpy() if isinstance(item, torch.Tensor) else np.asarray(item)
 
 
-def _pictures(value: Any) -> Any:
+def _pictures(value: Any, *, alpha: bool) -> Any:
     if isinstance(value, list):
-        return [Image.fromarray(picture) for picture in value]
-    return Image.fromarray(value)
+        return [_picture(picture, alpha=alpha) for picture in value]
+    return _picture(value, alpha=alpha)
+
+
+def _picture(pixels: Any, *, alpha: bool) -> Image.Image:
+    """Give a picture in colour the alpha that the pipeline takes: opaque, or none."""
+    picture = Image.fromarray(pixels)
+    return picture if picture.mode == "L" else picture.convert("RGBA" if alpha else "RGB")

@@ -39,7 +39,7 @@ class StepLoop:
     Args:
         pipeline: fulfils the stepwise contract; see ``StepPipeline``. It may also have
             ``prepare_encode_batch`` and ``post_decode_batch`` (one entry per state, an exception
-            for a failure), ``make_state``, ``release`` and ``preview``.
+            for a failure), ``make_state``, ``release``, ``preview`` and ``sample_rate``.
         is_aborted: whether a request was aborted.
         max_stall_ms: see above, in milliseconds.
         one_at_a_time: for pipelines that can't have two pictures under way.
@@ -252,7 +252,8 @@ class StepLoop:
         output = None
         if resident.error is None:
             try:
-                output = make_output(request, [p.result for p in resident.pictures], metrics)
+                rate = getattr(self._pipeline, "sample_rate", None)
+                output = make_output(request, [p.result for p in resident.pictures], metrics, rate)
             except Exception as error:  # noqa: BLE001  # boundary: what a pipeline made may be anything
                 resident.error = pipeline_error(error)
         if resident.error is not None:

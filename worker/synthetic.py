@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from omni_engine.protocol.plans import PipelineCapabilities
-from omni_engine.protocol.requests import DiffusionRequest, new_request_id
+from omni_engine.protocol.requests import DiffusionRequest, build_request
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+from omni_engine.worker.row_calls import picture_channels
 
 PROMPTS = (
     "a cat",
@@ -35,7 +36,7 @@ class RequestMaker:
         self, pipe: Any, capabilities: PipelineCapabilities, inputs: frozenset[str]
     ) -> None:
         self._capabilities, self._inputs = capabilities, inputs
-        self._channels = _picture_channels(pipe)
+        self._channels = picture_channels(pipe)
         self.short = 8 * capabilities.size_multiple
         """Pixels of the short side; the long one has twice as many."""
 
@@ -90,10 +91,7 @@ class RequestMaker:
         ).with_defaults(defaults)
         rng = np.random.default_rng(seed)
         picture = rng.integers(0, 255, (height, width, self._channels), dtype=np.uint8)
-        # Not by build_request, which takes no picture with alpha
-        return DiffusionRequest(
-            new_request_id(), prompt, params, dict.fromkeys(self._inputs, picture)
-        )
+        return build_request(prompt, params, multi_modal_data=dict.fromkeys(self._inputs, picture))
 
 
 def certification_requests(maker: RequestMaker) -> list[DiffusionRequest]:
@@ -118,10 +116,3 @@ def list_call_requests(maker: RequestMaker) -> list[DiffusionRequest]:
 def _guidance_field(capabilities: PipelineCapabilities) -> str:
     taken = capabilities.sampling_fields
     return "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
-
-
-def _picture_channels(pipe: Any) -> int:
-    """Return 4 for pipelines that encode pictures with alpha, else 3."""
-    config = getattr(getattr(pipe, "vae", None), "config", None)
-    found = [getattr(config, name, None) for name in ("input_channels", "in_channels")]
-    return 4 if 4 in found else 3
