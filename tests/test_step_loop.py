@@ -448,6 +448,22 @@ def test_previews_are_small_uint8_pictures(shown: Any, shape: tuple[int, ...]) -
     assert found.max() == (0 if shown.dtype == np.uint8 else 255)
 
 
+def test_previews_that_would_hold_up_the_others_come_later_in_turns() -> None:
+    picture = np.zeros((8, 8, 3), np.uint8)
+    requests = [
+        request(name, 12, preview_every=every) for name, every in zip("abc", (1, 1, 4), strict=True)
+    ]
+    pipeline, found = Showing(iter([picture] * 99)), []
+    loop = loop_of(pipeline, max_stall_ms=AT_LEAST_ONE)
+    loop.join(requests)
+    while len(loop):
+        loop.tick()
+        found.append([*loop.previews()])
+    assert all(len(made) <= 1 for made in found), "one per tick"
+    assert found[3:10].count(["c"]) >= 1, "due at step 4, and not left behind by the others"
+    assert {"a", "b", "c"} == {name for made in found for name in made}
+
+
 def test_a_clip_shows_its_middle_frame() -> None:
     clip = np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((5, 4, 4, 3), np.uint8)
     assert previews([clip], [request("a", 2, preview_every=1)])[0]["a"].max() == 2

@@ -22,6 +22,8 @@ class Picture:
     prepared: bool = False
     result: Any = None
     ticks_without_step: int = 0
+    preview_due: bool = False
+    previews: int = 0
     counts: StepCounts = field(default_factory=StepCounts)
 
     @property

@@ -60,7 +60,7 @@ class StepLoop:
         self._make_state = getattr(pipeline, "make_state", StepRequestState)
         self._residents: dict[str, Resident] = {}
         self._newcomers: deque[Picture] = deque()
-        self._encode_pace, self._decode_pace = Pace(), Pace()
+        self._encode_pace, self._decode_pace, self._preview_pace = Pace(), Pace(), Pace()
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -112,19 +112,23 @@ class StepLoop:
         ]
 
     def previews(self) -> dict[str, npt.NDArray[np.uint8]]:
-        """Return the preview pictures that are due, by request id."""
+        """Return preview pictures that are due, by request id.
+
+        They too hold the others up, for ``max_stall_ms`` at most but for one; the rest come later.
+        """
         made: dict[str, npt.NDArray[np.uint8]] = {}
-        if (preview := getattr(self._pipeline, "preview", None)) is None:
+        preview = getattr(self._pipeline, "preview", None)
+        due = sorted((p for p in self._pictures() if p.preview_due), key=lambda p: p.previews)
+        chunk = due[: self._preview_pace.fitting(self._stall_ms())]
+        if preview is None or not chunk:
             return made
-        for resident in self._residents.values():
-            every, picture = resident.request.preview_every, resident.pictures[0]
-            stepped = picture.ticks_without_step == 0 and picture.state.step_index > 0
-            if not every or not picture.denoising or not stepped:
-                continue
-            if picture.state.step_index % every == 0:
-                shown = preview_of(preview, picture.state)
-                if shown is not None:
-                    made[resident.request.request_id] = shown
+        started = time.perf_counter()
+        for picture in chunk:
+            picture.preview_due, picture.previews = False, picture.previews + 1
+            shown = preview_of(preview, picture.state) if picture.denoising else None
+            if shown is not None:
+                made[picture.state.request_id] = shown
+        self._preview_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
         return made
 
     # -- the parts of a tick
@@ -180,6 +184,7 @@ class StepLoop:
                 continue
             advanced = picture.state.step_index > before
             picture.ticks_without_step = 0 if advanced else picture.ticks_without_step + 1
+            picture.preview_due |= advanced and _wants_preview(picture.state)
             if picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP and picture.denoising:
                 self._fail(picture, _stuck(picture.state))
 
@@ -266,6 +271,12 @@ class StepLoop:
         resident.pictures.clear()
         assert output is not None
         return output
+
+
+def _wants_preview(state: StepRequestState) -> bool:
+    """Whether a preview is due after the step just taken: of a request's first picture only."""
+    every = state.request.preview_every
+    return every is not None and state.row == 0 and state.step_index % every == 0
 
 
 def _stuck(state: StepRequestState) -> PipelineContractError:
