@@ -66,6 +66,11 @@ class SamplingOptions:
     steps: Annotated[
         int | None, _flag("Denoising steps.", "--steps", metavar="N", minimum=1)
     ] = None  # fmt: skip
+    sampler: Annotated[
+        str | None,
+        _flag("Sampling method, such as euler or flow_unipc; a wrong one lists the model's.",
+              "--sampler", metavar="NAME"),
+    ] = None  # fmt: skip
     guidance_scale: Annotated[
         float | None, _flag("The model's guidance_scale.", "--guidance-scale", metavar="X")
     ] = None
@@ -114,6 +119,7 @@ class SamplingOptions:
             num_frames=self.num_frames,
             fps=self.fps,
             num_inference_steps=self.steps,
+            sampler=self.sampler,
             guidance_scale=self.guidance_scale,
             true_cfg_scale=self.true_cfg_scale,
             negative_prompt=self.negative_prompt,

@@ -203,6 +203,7 @@ WRONG = {
     "generate a -o DIR --connect auto --max-num-seqs 2": "--max-num-seqs",
     "generate a -o DIR --connect auto --no-step-execution": "--step-execution",
     "generate a -o DIR --connect nowhere": "--connect",
+    "generate a -o DIR --sampler=": "sampler",
     "generate a -o DIR --preview-every 0": "--preview-every",
     "generate a -o DIR --preview-dir DIR": "--preview-every",
     "generate a -o DIR --preview-every 2 --preview-dir FILE": "--preview-dir",
