@@ -187,12 +187,11 @@ LANGUAGE_FAMILIES = {
     "kandinsky5": Family(
         _kandinsky5,
         _KANDINSKY,
-        forwards=8,
         prompts=EQUAL_PROMPTS,
-        certified=False,
-        note=f"{_EQUAL_NOTE}; not certified: certification doesn't know its output",
+        note=_EQUAL_NOTE,
+        beyond=(1, 6),
         context=_double_stays_double,
     ),
     "flux2": Family(_flux2, _FLUX2, negative=False),
-    "glm_image": Family(_glm_image, _GLM, negative=False, forwards=8),
+    "glm_image": Family(_glm_image, _GLM, negative=False),
 }

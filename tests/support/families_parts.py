@@ -45,12 +45,13 @@ class Family:
     Attributes:
         build: returns the pipeline in float32.
         base: call arguments of all requests.
-        forwards: most forwards the five requests may take together; without sharing it is 14, or
-            28 where guidance is a call of its own.
+        beyond: forwards that the requests may take beyond the fewest, in request and in step mode.
         guidance: name of the guidance argument, if there is one.
+        no_guidance: its value that switches guidance off, if it can be.
         negative: whether the call takes a negative prompt.
         prompts: of the requests.
         own: arguments of request i: its pictures, mostly.
+        latents: whether the pipeline can return latents.
         float64: whether the family runs in float64.
         certified: whether certification can run on it in the time of a test.
         why_alone: why requests don't share forwards; None if they do.
@@ -60,11 +61,13 @@ class Family:
 
     build: Callable[[], Any]
     base: dict[str, Any]
-    forwards: int = 4
+    beyond: tuple[int, int] = (0, 0)
     guidance: str | None = "guidance_scale"
+    no_guidance: float = 1.0
     negative: bool = True
     prompts: Sequence[str] = PROMPTS
     own: Callable[[int], dict[str, Any]] = _no_extras
+    latents: bool = True
     float64: bool = True
     certified: bool = True
     why_alone: str | None = None

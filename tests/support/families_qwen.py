@@ -203,7 +203,7 @@ def _with_alpha(index: int) -> dict[str, Any]:
 
 
 _SIZE = {"height": 32, "width": 32}
-_TRUE_CFG: dict[str, Any] = {"guidance": "true_cfg_scale", "forwards": 8}
+_TRUE_CFG: dict[str, Any] = {"guidance": "true_cfg_scale"}
 _EQUAL_NOTE = "prompts of equal length share: they can't be padded"
 
 QWEN_FAMILIES = {
@@ -218,12 +218,13 @@ QWEN_FAMILIES = {
     ),
     "qwen_image_layered": Family(
         _layered, {"layers": 2, "resolution": 640, "output_type": "pt"}, own=_with_alpha,
-        context=_small_pictures(pipeline_qwenimage_layered, 32), certified=False,
-        note="not certified: it needs pictures with alpha, which certification doesn't give",
+        context=_small_pictures(pipeline_qwenimage_layered, 32),
+        latents=False, note="layers come as frames with alpha; asked for latents, diffusers fails",
         **_TRUE_CFG,
     ),
     "qwen_image_21": Family(
         _qwen_image_21, {"height": 64, "width": 64}, prompts=EQUAL_PROMPTS, note=_EQUAL_NOTE,
+        beyond=(1, 11),
         **_TRUE_CFG,
     ),
 }  # fmt: skip

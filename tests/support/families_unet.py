@@ -101,12 +101,9 @@ def _with_scheduler(name: str, **config: Any) -> Callable[[], Any]:
     return build
 
 
-def _sampled(scheduler: str, forwards: int = 4, eta: float = 0.0, **config: Any) -> Family:
+def _sampled(scheduler: str, eta: float = 0.0, **config: Any) -> Family:
     """Stable Diffusion with a scheduler; one with noise of its own draws from the request."""
-    return Family(
-        _with_scheduler(scheduler, **config), {**_SIZE, "eta": eta}, forwards, certified=False,
-        note="certified as stable_diffusion",
-    )  # fmt: skip
+    return Family(_with_scheduler(scheduler, **config), {**_SIZE, "eta": eta})
 
 
 _DPMPP_2M = "DPMSolverMultistepScheduler"
@@ -119,9 +116,15 @@ UNET_FAMILIES = {
     "stable_diffusion_dpmpp_2m_sde": _sampled(_DPMPP_2M, algorithm_type="sde-dpmsolver++"),
     "stable_diffusion_unipc": _sampled("UniPCMultistepScheduler"),
     "stable_diffusion_lcm": _sampled("LCMScheduler"),
-    "stable_diffusion_heun": _sampled("HeunDiscreteScheduler", forwards=7),
+    "stable_diffusion_heun": _sampled("HeunDiscreteScheduler"),
     "sdxl": Family(_xl, _SIZE),
-    "sdxl_img2img": Family(_xl_img2img, {"strength": 0.99}, own=_picture, forwards=3),
+    "sdxl_img2img": Family(_xl_img2img, {"strength": 0.99}, own=_picture),
     "sdxl_inpaint": Family(_xl_inpaint, {**_SIZE, "strength": 1.0}, own=_mask),
-    "sdxl_controlnet": Family(_xl_controlnet, _SIZE, own=_picture, forwards=8),
+    "sdxl_controlnet": Family(
+        _xl_controlnet,
+        _SIZE,
+        own=_picture,
+        beyond=(0, 6),
+        note="ControlNet and UNet take turns: those at one don't share with those at the other",
+    ),
 }

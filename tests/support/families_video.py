@@ -188,23 +188,23 @@ _WAN22 = {**_size(16, 5), "guidance_scale_2": 3.0}
 _TWO_DENOISERS = "two denoisers: requests on different sides of the boundary take turns"
 
 VIDEO_FAMILIES = {
-    "wan": Family(_wan, _size(16, 5), forwards=8),
+    "wan": Family(_wan, _size(16, 5)),
     "wan_image_to_video": Family(
-        _wan_i2v, _size(16, 5), own=_picture, forwards=8, context=_no_text_repair
+        _wan_i2v, _size(16, 5), own=_picture, context=_no_text_repair
     ),
-    "wan22": Family(_wan22, _WAN22, forwards=10, note=_TWO_DENOISERS),
+    "wan22": Family(_wan22, _WAN22, beyond=(3, 3), note=_TWO_DENOISERS),
     "wan22_image_to_video": Family(
-        _wan22_i2v, _WAN22, own=_picture, forwards=10, context=_no_text_repair,
-        note=_TWO_DENOISERS,
+        _wan22_i2v, _WAN22, own=_picture, context=_no_text_repair,
+        beyond=(3, 3), note=_TWO_DENOISERS,
     ),
     "ltx": Family(_ltx, _size(32, 9)),
     "cogvideox": Family(_cogvideox, {**_size(16, 8), "max_sequence_length": 226}),
     "hunyuan_video": Family(
-        _hunyuan_video, _HUNYUAN, negative=False, certified=False,
-        note="not certified: that takes longer than a test may",
+        _hunyuan_video, _HUNYUAN, negative=False, beyond=(0, 4),
+        note="the timestep of a first step is float32: it shares with other first steps only",
     ),
     "stable_audio": Family(
-        _stable_audio, {"audio_end_in_s": 2.0}, forwards=10,
-        note="with 10 calls of its projection model",
+        _stable_audio, {"audio_end_in_s": 2.0}, beyond=(5, 9),
+        note="with 12 calls of its projection model",
     ),
 }  # fmt: skip
