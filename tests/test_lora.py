@@ -18,7 +18,9 @@ from omni_engine.protocol.errors import ConfigError, ModelLoadError, UnknownAdap
 from omni_engine.protocol.plans import Adapter, AdapterActivation, BatchPlan
 from omni_engine.protocol.requests import build_request
 from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR
+from omni_engine.stages.contracts import DiffusionRequestBatch
 from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.adapter_switch import AdapterSwitch
 from omni_engine.worker.lora import AdapterManager
 from omni_engine.worker.request_runner import RequestRunner
 
@@ -199,10 +201,14 @@ class UnswitchablePipe:
     def disable_lora(self) -> None:
         raise ZeroDivisionError("in peft")
 
+    def forward(self, batch: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        raise AssertionError("it must not come to this")
+
 
 def test_an_adapter_that_can_not_be_switched_fails_its_batch_only() -> None:
     pipe, aborts = UnswitchablePipe(), AbortFlags()
-    runner = RequestRunner(pipe, AdapterManager(pipe, 1), aborts, "worker")
+    switch = AdapterSwitch(AdapterManager(pipe, 1))
+    runner = RequestRunner(pipe, switch, aborts, "worker", report=lambda _: None)
     path = ADAPTER_DIR / "night.safetensors"
     adapter = Adapter("night", str(path), file_digest(path))
     request = build_request("a", OmniDiffusionSamplingParams(seed=1))
