@@ -217,7 +217,8 @@ def check_contract(cls: type[Any], *, step_execution: bool) -> None:
     """
     where = f"{cls.__module__}:{cls.__qualname__}"
     declares_steps = getattr(cls, "supports_step_execution", False)
-    if missing := missing_methods(cls, ("load",) if declares_steps else ("load", "forward")):
+    stepped = declares_steps or step_execution
+    if missing := missing_methods(cls, ("load",) if stepped else ("load", "forward")):
         raise PipelineContractError(
             f"pipeline class {where} lacks {', '.join(missing)}",
             field="pipeline",
@@ -242,7 +243,7 @@ def check_contract(cls: type[Any], *, step_execution: bool) -> None:
                 expected="True or False",
             )
     missing_steps = missing_methods(cls, STEP_METHODS)
-    if (step_execution or declares_steps) and missing_steps:
+    if stepped and missing_steps:
         raise PipelineContractError(
             f"pipeline class {where} can't be stepped: it lacks {', '.join(missing_steps)}",
             field="step_execution" if step_execution else "supports_step_execution",

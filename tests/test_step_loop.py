@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,11 @@ def test_what_post_decode_returns_becomes_the_output(made: Any, field: str, shap
             return made
 
     loop = loop_of(Making())
-    loop.join([request("a", n=2)])
+    asked = request("a", n=2)
+    if field == "latents":
+        params = dataclasses.replace(asked.sampling_params, output_type="latent")
+        asked = dataclasses.replace(asked, sampling_params=params)
+    loop.join([asked])
     output = run(loop)["a"].raise_for_error()
     found: Any = getattr(output, field)
     assert [picture.shape for picture in found] == [shape, shape]
@@ -244,16 +249,87 @@ def test_a_failure_ends_one_request_with_all_its_pictures(method: str) -> None:
     assert sorted(pipeline.released) == ["a/0", "b/0", "b/1", "c/0"]
 
 
-def test_too_few_predictions_for_many_but_not_for_one() -> None:
+def test_too_few_predictions_end_the_step_and_say_so() -> None:
+    """Running each alone would hide it, at the cost of a failed forward every tick."""
+
     class Forgetful(Counting):
         def denoise_step(self, batch: StepBatch, states: Sequence[StepRequestState]) -> Any:
             return super().denoise_step(batch, states)[:1]
 
-    loop = loop_of(Forgetful())
+    pipeline = Forgetful()
+    loop = loop_of(pipeline)
+    loop.join([request("a"), request("b")])
+    errors = [output.error for output in run(loop).values()]
+    assert [error.code for error in errors if error is not None] == ["pipeline_contract"] * 2
+    assert len(pipeline.batches) == 1
+
+
+class Unsteady(Counting):
+    """Request "b" sets a field of its state to something after a method."""
+
+    def __init__(self, method: str, field: str, value: Any) -> None:
+        super().__init__()
+        self.odd = (method, field, value)
+
+    def prepare_encode(self, state: StepRequestState) -> None:
+        super().prepare_encode(state)
+        self.spoil("encode", state)
+
+    def step_scheduler(self, state: StepRequestState, noise_pred: Any) -> None:
+        super().step_scheduler(state, noise_pred)
+        self.spoil("step", state)
+
+    def spoil(self, method: str, state: StepRequestState) -> None:
+        if state.request_id[0] == "b" and method == self.odd[0]:
+            setattr(state, *self.odd[1:])
+
+
+@pytest.mark.parametrize("method", ["encode", "step"])
+@pytest.mark.parametrize("field", ["step_index", "num_steps"])
+@pytest.mark.parametrize("value", [None, "6", 2.5, -1, 1 << 70, object()])
+def test_what_is_no_count_of_steps_ends_its_request_only(
+    method: str, field: str, value: Any
+) -> None:
+    loop = loop_of(Unsteady(method, field, value))
+    loop.join([request("a"), request("b", n=2), request("c")])
+    outputs = run(loop)
+    assert outputs["a"].ok
+    assert outputs["c"].ok
+    error = outputs["b"].error
+    assert error is not None
+    assert (error.code, error.field) == ("pipeline_contract", f"StepRequestState.{field}")
+
+
+@pytest.mark.parametrize("value", [np.int64(3), torch.tensor(3), True])
+def test_whole_numbers_of_any_library_count_steps(value: Any) -> None:
+    loop = loop_of(Unsteady("encode", "num_steps", value))
+    loop.join([request("b")])
+    outputs = loop.tick()
+    assert [type(state.num_steps) for state in loop.states()] in ([int], [])
+    assert [*outputs, *run(loop).values()][0].ok
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+@pytest.mark.parametrize("error", [UnprintableError(), SystemExit(3)])
+@pytest.mark.parametrize("method", ["prepare_encode", "step_scheduler", "post_decode"])
+def test_odd_exceptions_end_their_request_only(method: str, error: BaseException) -> None:
+    class Raising(Counting):
+        def note(self, what: str, state: StepRequestState) -> None:
+            super().note(what, state)
+            wanted = {"encode": "prepare_encode", "step": "step_scheduler", "decode": "post_decode"}
+            if wanted.get(what) == method and state.request_id == "b":
+                raise error
+
+    loop = loop_of(Raising())
     loop.join([request("a"), request("b")])
     outputs = run(loop)
-    assert [output.ok for output in outputs.values()] == [True, True]
-    assert outputs["a"].metrics.max_batch_size == 1, "each was run alone"
+    assert outputs["a"].ok
+    assert outputs["b"].error is not None
+    assert type(error).__name__ in str(outputs["b"].error)
 
 
 @pytest.mark.parametrize("made", [None, [], [1, 2], "x", {}, torch.zeros(3, 2)])
@@ -320,7 +396,7 @@ def test_something_that_is_no_picture_fails_its_request() -> None:
     outputs = run(loop)
     assert outputs["a"].ok
     assert outputs["b"].error is not None
-    assert outputs["b"].error.code == "model_error"
+    assert outputs["b"].error.code == "pipeline_contract"
 
 
 def test_a_release_that_raises_harms_nobody() -> None:

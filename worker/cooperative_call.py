@@ -132,7 +132,7 @@ class CooperativeCall:
             self.result = self._view(**self._arguments)
         except GreenletExit:
             self.aborted = True
-        except Exception as error:  # noqa: BLE001  # boundary: one request
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
             self.error = error.with_traceback(None)
         finally:
             self.done = True

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from omni_engine.protocol.errors import ModelError, OmniError
+from omni_engine.protocol.errors import ModelError, OmniError, PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.worker.tensors import tensor_to_wire, to_sound, to_uint8
 
 MAX_PREVIEW_SIDE = 256
+_MAX_PREVIEW_SOURCE = 4096 * 4096 * 3
 
 
 def make_output(
@@ -33,7 +34,13 @@ def make_output(
             (samples,) or (channels, samples), or a tensor of latents.
         metrics: how it was run.
         sample_rate: of sounds, in samples per second.
+
+    Raises:
+        PipelineContractError: if that is none of these, or latents that nobody asked for.
     """
+    wants_latents = request.sampling_params.output_type == "latent"
+    for item in made:
+        _check_kind(item, wants_latents=wants_latents)
     output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
     if isinstance(made[0], torch.Tensor):
         output.latents = tensor_to_wire(torch.stack(list(made)))
@@ -46,6 +53,19 @@ def make_output(
     return output
 
 
+def _check_kind(item: Any, *, wants_latents: bool) -> None:
+    is_result = isinstance(item, np.ndarray) and item.size > 0
+    if is_result or (wants_latents and isinstance(item, torch.Tensor)):
+        return
+    raise PipelineContractError(
+        "the pipeline's result is nothing that a request can get",
+        field="post_decode",
+        value=f"{type(item).__name__} {tuple(getattr(item, 'shape', ()))}",
+        expected="a numpy array of shape (height, width, 3) or (frames, height, width, 3), "
+        'or a tensor if output_type is "latent"',
+    )
+
+
 def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
     """Return a small uint8 picture of shape (height, width, 3); a clip's middle frame.
 
@@ -54,6 +74,8 @@ def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
     if not isinstance(picture, np.ndarray) or picture.ndim not in (3, 4) or picture.shape[-1] != 3:
         return None
     frame = picture[len(picture) // 2] if picture.ndim == 4 else picture
+    if not 0 < frame.size <= _MAX_PREVIEW_SOURCE:
+        return None
     image = Image.fromarray(to_uint8(np.nan_to_num(np.clip(frame, 0, None))))
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     return np.asarray(image)
@@ -63,4 +85,12 @@ def pipeline_error(error: BaseException) -> OmniError:
     """Return a typed error for whatever a pipeline raised."""
     if isinstance(error, OmniError):
         return error
-    return ModelError(f"the pipeline failed: {type(error).__name__}: {error}")
+    return ModelError(f"the pipeline failed: {text_of(error)}")
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's class and text; of one whose text can't be had, its class."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # boundary: a pipeline's own error class
+        return type(error).__name__

@@ -12,7 +12,7 @@ import torch
 
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.stages.contracts import StepBatch, StepRequestState
-from omni_engine.worker.results import make_preview
+from omni_engine.worker.results import make_preview, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def parts_of(predictions: Any, states: Sequence[StepRequestState]) -> list[Any]:
     """
     is_tensor = isinstance(predictions, torch.Tensor)
     found: int | str = type(predictions).__name__
-    if is_tensor or isinstance(predictions, list | tuple):
+    if isinstance(predictions, list | tuple) or (is_tensor and predictions.ndim):
         found = len(predictions)
     if found == len(states):
         return list(predictions.split(1)) if is_tensor else list(predictions)
@@ -49,16 +49,16 @@ def error_of(method: Callable[..., Any], *arguments: Any) -> BaseException | Non
     """Call a method; return what it raised, without the frames that would keep tensors alive."""
     try:
         method(*arguments)
-    except Exception as error:  # noqa: BLE001  # boundary: one request
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
         return error.with_traceback(None)
     return None
 
 
-def result_of(method: Callable[..., Any], state: StepRequestState) -> Any:
-    """Return what a method makes of a state, or what it raised."""
+def result_of(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a method returns, or what it raised."""
     try:
-        return method(state)
-    except Exception as error:  # noqa: BLE001  # boundary: one request
+        return method(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
         return error.with_traceback(None)
 
 
@@ -68,6 +68,6 @@ def preview_of(
     """Return a small picture of a state, or None."""
     try:
         return make_preview(preview(state))
-    except Exception as error:  # noqa: BLE001  # boundary: a preview; the request goes on
-        logger.warning("preview() failed: %s: %s", type(error).__name__, str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: a preview; the request goes on
+        logger.warning("preview() failed: %s", text_of(error))
         return None

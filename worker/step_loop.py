@@ -24,13 +24,17 @@ from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
-from omni_engine.worker.results import make_output, pipeline_error
+from omni_engine.worker.results import make_output, pipeline_error, text_of
 from omni_engine.worker.step_calls import batch_of, error_of, parts_of, preview_of, result_of
 
 logger = logging.getLogger(__name__)
 
 _MAX_TICKS_WITHOUT_STEP = 64
 """No scheduler needs so many forwards for one step: a pipeline that does has stopped advancing."""
+
+
+_MAX_PREVIEW_MS = 100.0
+"""Previews are news: what doesn't fit into this time of a tick comes later, in every mode."""
 
 
 class StepLoop:
@@ -74,7 +78,8 @@ class StepLoop:
         """Take requests in; they are encoded in the next tick."""
         for request in requests:
             pictures = [
-                Picture(self._make_state(request, row)) for row in range(request.num_outputs)
+                Picture(request.request_id, self._make_state(request, row))
+                for row in range(request.num_outputs)
             ]
             self._residents[request.request_id] = Resident(request, pictures, time.perf_counter())
             self._newcomers.extend(pictures)
@@ -105,8 +110,8 @@ class StepLoop:
         return [
             StepState(
                 resident.request.request_id,
-                min(picture.state.step_index for picture in resident.pictures),
-                max(picture.state.num_steps for picture in resident.pictures),
+                min(picture.step_index for picture in resident.pictures),
+                max(picture.num_steps for picture in resident.pictures),
             )
             for resident in self._residents.values()
         ]
@@ -119,7 +124,7 @@ class StepLoop:
         made: dict[str, npt.NDArray[np.uint8]] = {}
         preview = getattr(self._pipeline, "preview", None)
         due = sorted((p for p in self._pictures() if p.preview_due), key=lambda p: p.previews)
-        chunk = due[: self._preview_pace.fitting(self._stall_ms())]
+        chunk = due[: self._preview_pace.fitting(min(self._stall_ms(), _MAX_PREVIEW_MS))]
         if preview is None or not chunk:
             return made
         started = time.perf_counter()
@@ -127,7 +132,7 @@ class StepLoop:
             picture.preview_due, picture.previews = False, picture.previews + 1
             shown = preview_of(preview, picture.state) if picture.denoising else None
             if shown is not None:
-                made[picture.state.request_id] = shown
+                made[picture.request_id] = shown
         self._preview_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
         return made
 
@@ -158,7 +163,8 @@ class StepLoop:
         started = time.perf_counter()
         errors = self._prepare([picture.state for picture in chunk])
         self._encode_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
-        for picture, error in zip(chunk, errors, strict=True):
+        for picture, raised in zip(chunk, errors, strict=True):
+            error = raised if raised is not None else error_of(picture.note_progress)
             picture.prepared = error is None
             if error is not None:
                 self._fail(picture, error)
@@ -177,39 +183,41 @@ class StepLoop:
             if isinstance(prediction, BaseException):
                 self._fail(picture, prediction)
                 continue
-            before = picture.state.step_index
-            error = error_of(self._pipeline.step_scheduler, picture.state, prediction)
+            before = picture.step_index
+            error = error_of(self._step, picture, prediction)
             if error is not None:
                 self._fail(picture, error)
                 continue
-            advanced = picture.state.step_index > before
+            advanced = picture.step_index > before
             picture.ticks_without_step = 0 if advanced else picture.ticks_without_step + 1
-            picture.preview_due |= advanced and _wants_preview(picture.state)
+            picture.preview_due |= advanced and self._wants_preview(picture)
             if picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP and picture.denoising:
-                self._fail(picture, _stuck(picture.state))
+                self._fail(picture, _stuck(picture))
+
+    def _step(self, picture: Picture, prediction: Any) -> None:
+        self._pipeline.step_scheduler(picture.state, prediction)
+        picture.note_progress()
 
     def _predict(self, pictures: Sequence[Picture]) -> list[Any]:
         """Return one prediction per picture, an exception for one that failed."""
         states = [picture.state for picture in pictures]
-        try:
-            predictions = parts_of(self._pipeline.denoise_step(batch_of(states), states), states)
-        except Exception as error:  # noqa: BLE001  # boundary: one batch
-            failure = error.with_traceback(None)  # its frames would keep the states alive
-        else:
+        predictions = result_of(
+            lambda: parts_of(self._pipeline.denoise_step(batch_of(states), states), states)
+        )
+        if not isinstance(predictions, BaseException):
             self._count_forward(pictures)
-            return predictions
-        if len(pictures) == 1:
-            return [failure]
+            return list(predictions)
+        if len(pictures) == 1 or isinstance(predictions, PipelineContractError):
+            return [predictions] * len(pictures)
         logger.warning(
-            "a step of %d pictures failed (%s: %s); each is run alone",
+            "a step of %d pictures failed (%s); each is run alone",
             len(pictures),
-            type(failure).__name__,
-            str(failure),
+            text_of(predictions),
         )
         return [self._predict([picture])[0] for picture in pictures]
 
     def _count_forward(self, pictures: Sequence[Picture]) -> None:
-        requests = len({picture.state.request_id for picture in pictures})
+        requests = len({picture.request_id for picture in pictures})
         for picture in pictures:
             picture.counts.add(requests)
 
@@ -226,8 +234,10 @@ class StepLoop:
             picture.ticks_without_step += result is None
             if isinstance(result, BaseException):
                 self._fail(picture, result)
+            elif result is None and (error := error_of(picture.note_progress)) is not None:
+                self._fail(picture, error)
             elif picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP:
-                self._fail(picture, _stuck(picture.state))
+                self._fail(picture, _stuck(picture))
 
     def _finish(self, states: Sequence[StepRequestState]) -> list[Any]:
         """Return one picture per state, an exception for a failure, None if it goes on."""
@@ -238,13 +248,20 @@ class StepLoop:
 
     # -- ends
 
+    def _wants_preview(self, picture: Picture) -> bool:
+        """Whether a preview is due after the step just taken: of a request's first picture only."""
+        resident = self._residents[picture.request_id]
+        every = resident.request.preview_every
+        first = picture is resident.pictures[0]
+        return every is not None and first and picture.step_index % every == 0
+
     def _resident_of(self, picture: Picture) -> Resident | None:
-        resident = self._residents.get(picture.state.request_id)
+        resident = self._residents.get(picture.request_id)
         mine = resident is not None and picture in resident.pictures and resident.error is None
         return resident if mine else None
 
     def _fail(self, picture: Picture, error: BaseException) -> None:
-        self._residents[picture.state.request_id].error = pipeline_error(error)
+        self._residents[picture.request_id].error = pipeline_error(error)
 
     def _take_ended(self) -> list[DiffusionOutput]:
         ended = [resident for resident in self._residents.values() if resident.ended]
@@ -267,23 +284,17 @@ class StepLoop:
         if (release := getattr(self._pipeline, "release", None)) is not None:
             for picture in resident.pictures:
                 if (failure := error_of(release, picture.state)) is not None:
-                    logger.warning("release() failed: %s: %s", type(failure).__name__, str(failure))
+                    logger.warning("release() failed: %s", text_of(failure))
         resident.pictures.clear()
         assert output is not None
         return output
 
 
-def _wants_preview(state: StepRequestState) -> bool:
-    """Whether a preview is due after the step just taken: of a request's first picture only."""
-    every = state.request.preview_every
-    return every is not None and state.row == 0 and state.step_index % every == 0
-
-
-def _stuck(state: StepRequestState) -> PipelineContractError:
+def _stuck(picture: Picture) -> PipelineContractError:
     return PipelineContractError(
         "the pipeline does not come to an end: step_scheduler() must advance step_index, and "
         "post_decode() must return a picture",
         field="step_scheduler",
-        value=f"step_index = {state.step_index} after {_MAX_TICKS_WITHOUT_STEP} more ticks",
+        value=f"step_index = {picture.step_index} after {_MAX_TICKS_WITHOUT_STEP} more ticks",
         expected="state.step_index to grow until it is state.num_steps",
     )

@@ -14,6 +14,7 @@ from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
 from omni_engine.protocol.plans import AdapterActivation, StepPlan, StepReport
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.results import text_of
 from omni_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class StepRunner:
             return group.loop.tick()
         except Exception as error:  # boundary: one group; its requests end, the worker goes on
             logger.exception("a tick failed")
-            reason = f"the step failed: {type(error).__name__}: {error}"
+            reason = f"the step failed: {text_of(error)}"
             return group.loop.fail_all(ModelError(reason))
 
     def _completed(self, group: _Group, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
