@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ import typer
 
 from omni_engine.cli import interrupts
 from omni_engine.cli.display import clean, console, print_json, table
-from omni_engine.cli.options import AsJson, Model
+from omni_engine.cli.options import AsJson
 
 if TYPE_CHECKING:
     from omni_engine.engine.devices import WorkerDevice
@@ -58,7 +59,11 @@ def register(app: typer.Typer) -> None:
 
 
 def parity(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL",
+                       help='"bundled", a hub id or a local folder. Default: "bundled".'),
+    ] = None,
     pipeline: Annotated[
         str | None,
         typer.Option(metavar="MODULE:CLASS",
@@ -93,13 +98,24 @@ def parity(
     loading = _Loading(revision, variant, pipeline, trust_remote_code)
     spec, place = _planned(model, dtype, device, loading)
     interrupts.release()
-    with interrupts.unwound_by_sigterm(), console(stderr=True).status("starting") as shown:
-        found = _measured(spec, place, requests, shown.update)
+    with interrupts.unwound_by_sigterm(), _telling_phases() as tell:
+        found = _measured(spec, place, requests, tell)
     if as_json:
         print_json(found)
     else:
         _print(found)
     raise typer.Exit(0 if found["passed"] else DIFFERENT)
+
+
+@contextmanager
+def _telling_phases() -> Iterator[Callable[[str], None]]:
+    """Yield what tells the phase: in a line that changes, or one line each where no terminal is."""
+    output = console(stderr=True)
+    if not output.is_terminal:
+        yield lambda phase: typer.echo(clean(phase), err=True)
+        return
+    with output.status("starting") as shown:
+        yield lambda phase: shown.update(clean(phase))
 
 
 def _planned(
@@ -192,7 +208,17 @@ def _print(found: Mapping[str, Any]) -> None:
         modes.add_row(*map(clean, _row(mode)))
     output.print(about)
     output.print(modes)
-    output.print("passed" if found["passed"] else "FAILED: pictures in company differ from alone")
+    output.print("passed" if found["passed"] else f"FAILED: {_failure(found['modes'])}")
+
+
+def _failure(modes: Sequence[Mapping[str, Any]]) -> str:
+    """Return which of the modes that count differ, and which can't be run at all."""
+    said = {"differs": "pictures in company differ from alone", "fails": "requests can't be run"}
+    named = {
+        verdict: [mode["mode"] for mode in modes if mode["served"] and mode["verdict"] == verdict]
+        for verdict in said
+    }
+    return "; ".join(f"{said[v]} ({', '.join(names)})" for v, names in named.items() if names)
 
 
 def _row(mode: Mapping[str, Any]) -> tuple[str, ...]:

@@ -185,6 +185,16 @@ def test_a_request_batch_pipeline_is_compared_batch_against_requests() -> None:
     assert modes["batch"]["forwards"] is None
 
 
+def test_the_example_of_the_documents_has_no_request_batch_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(TESTS.parent / "docs" / "examples"))
+    found, modes = measured("any", pipeline="tiny_flow:TinyFlow")
+    assert list(modes) == ["single", "stepped", "mixed"], "a module's own forward only raises"
+    assert [mode["verdict"] for mode in modes.values()] == ["reference", "equal", "equal"]
+    assert found["passed"]
+
+
 def test_one_value_that_is_not_a_number_is_infinitely_far() -> None:
     good, bad = (Run({("a", 0): np.zeros(2), ("b", 0): np.array([0, b])}) for b in (0, np.nan))
     assert difference(good, good) == 0
@@ -226,6 +236,9 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_the_bundled_model_passes() -> None:
     done = run("--requests", "2", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
+    phases = ["loading", "certifying", "one by one", "lists", "together", "mixed"]
+    for line, phase in zip(done.stderr.splitlines(), phases, strict=True):
+        assert phase in line
     found = json.loads(done.stdout)
     modes = {mode["mode"]: mode for mode in found["modes"]}
     assert (found["pipeline"], found["fused"], found["passed"]) == ("QwenImagePipeline", True, True)
@@ -241,6 +254,14 @@ def test_a_table_for_people_and_an_exit_code_for_scripts() -> None:
     assert failed.returncode == 1
     for text in ("max difference", "forwards for calls", "4 for 16", "differs", "FAILED"):
         assert text in failed.stdout
+    assert "in company differ from alone (stepped, mixed)" in failed.stdout
+
+
+def test_a_mode_that_fails_is_not_said_to_differ() -> None:
+    failed = run("any/thing", "--pipeline", "test_parity:Breaking", "--requests", "5")
+    assert failed.returncode == 1
+    assert "FAILED: requests can't be run (mixed)" in failed.stdout
+    assert "differ from alone" not in failed.stdout
 
 
 def test_a_model_that_can_not_be_loaded_is_an_error(tmp_path: Path) -> None:

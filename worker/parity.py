@@ -18,7 +18,7 @@ from omni_engine.stages.families import family_of
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.building import certificate_store, certified_anew, is_plain_diffusers, wrap
 from omni_engine.worker.certification import HALF_PRECISION_TOLERANCE, TOLERANCES
-from omni_engine.worker.declared import declared_capabilities
+from omni_engine.worker.declared import declared_capabilities, has_forward
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.loading import load_pipeline, resolve_dtype
 from omni_engine.worker.parity_runs import (
@@ -40,6 +40,7 @@ Verdict = Literal["reference", "equal", "differs", "fails"]
 _STEPS = 4
 _MIXED_STEPS = (3, 2, 4, 2, 5)
 _MIXED_GUIDANCE = (4.0, 2.0, 6.0, 3.0, 5.0)
+_MIXING = "stepping mixed requests that join one by one"
 _ONE_LEVEL = 1.01 / 255
 """Pictures that were rounded to 8 bits may differ by one level where their floats barely do."""
 
@@ -145,6 +146,7 @@ def _of_diffusers(
 
     tell("stepping requests together")
     modes.append(_compared("stepped", alone, lambda: steps(plain), tolerance))
+    tell(_MIXING)
     modes.append(_compared("mixed", mixed_alone, lambda: steps(mixed, join_at=_join_at), tolerance))
     return modes
 
@@ -166,7 +168,7 @@ def _of_hand_written(
     else:
         alone = fastest(lambda: run_forward(pipe, [[request] for request in plain]))
     modes = [_reference(alone)]
-    if hasattr(pipe, "forward") and capabilities.supports_request_batch:
+    if has_forward(pipe) and capabilities.supports_request_batch:
         tell("running a request batch")
         rounded = max(tolerance, _ONE_LEVEL)
         modes.append(_compared("batch", alone, lambda: run_forward(pipe, [plain]), rounded))
@@ -177,6 +179,7 @@ def _of_hand_written(
             _compared("stepped", alone, lambda: run_steps(pipe, plain, one_at_a_time=only),
                       tolerance)
         )  # fmt: skip
+        tell(_MIXING)
         modes.append(
             _compared(
                 "mixed",
