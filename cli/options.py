@@ -129,7 +129,12 @@ class EngineOptions:
     ] = None
     step_quantum: Annotated[
         int | None,
-        _batching("--step-quantum", "Steps until another resident group has its turn.", "N"),
+        _batching(
+            "--step-quantum",
+            "Ticks (one denoiser forward per request; a step takes one "
+            "or two) until another resident group has its turn.",
+            "N",
+        ),
     ] = None
     max_resident_groups: Annotated[
         int | None,
@@ -139,7 +144,7 @@ class EngineOptions:
     max_stall_ms: Annotated[
         float | None,
         _batching("--max-stall-ms",
-                  "Milliseconds per step for encoding newcomers and decoding finished pictures.",
+                  "Milliseconds per tick for encoding newcomers and decoding finished pictures.",
                   "MS"),
     ] = None  # fmt: skip
     prompt_cache_size: Annotated[
@@ -149,7 +154,8 @@ class EngineOptions:
     deterministic: Annotated[
         bool | None,
         _switch("--deterministic/--no-deterministic",
-                "Pad every forward, so that pictures don't depend on batch mates by a bit."),
+                "Pad every forward, so that pictures don't depend on batch mates by a bit; "
+                "for diffusers pipelines."),
     ] = None  # fmt: skip
     cache_backend: Annotated[
         str | None,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from omni_engine.engine.server import SHUTDOWN_GRACE_S
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"^```(bash|python|sh|yaml(?= file=))(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -98,6 +100,12 @@ def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert ((ROOT / document).parent / target).exists(), target
+
+
+def test_the_time_that_running_requests_have_at_the_end_is_the_real_one() -> None:
+    for document in ("README.md", "docs/configuration.md", "cli/serve.py"):
+        text = " ".join((ROOT / document).read_text().split())
+        assert f"{SHUTDOWN_GRACE_S:g} seconds to end" in text, document
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=str)
