@@ -186,6 +186,28 @@ def test_requests_join_late_and_leave_early(sd: Any) -> None:
     assert_equal([first.result.images, second.result.images], expected)
 
 
+def test_a_newcomer_gets_into_step_with_the_others(qwen: Any) -> None:
+    """With padding to one shape, the forwards with and without the prompt can't be shared."""
+    requests = [qwen_request(0, num_inference_steps=6), qwen_request(1, num_inference_steps=3)]
+    requests = [{**request, "prompt": QWEN_PROMPTS[0]} for request in requests]
+    expected = alone(qwen, requests)
+    stepper = CooperativeStepper(qwen, denoisers(qwen), pad_calls_to=2)
+    first, second = (
+        {**request, "generator": generator(seed)} for seed, request in enumerate(requests)
+    )
+    long = stepper.start(first, 0, "long")
+    stepper.tick()
+    late = stepper.start(second, 1, "late")
+    stepper.tick()
+    assert (late.counts.forwards, long.counts.forwards) == (0, 2), "held for one tick"
+    stepper.run()
+    assert late.counts.shared_with == 2 * late.counts.forwards
+    assert late.counts.forwards == 6
+    assert stepper.forwards == 12, "as many as the long one takes alone"
+    stepper.close()
+    assert_equal([long.result.images, late.result.images], expected)
+
+
 def test_an_abort_frees_tensors_at_once_and_touches_nobody(sd: Any) -> None:
     requests = [sd_request(seed, num_inference_steps=3) for seed in range(4)]
     expected = alone(sd, requests)

@@ -33,6 +33,7 @@ class CooperativeCall:
         scheduler: the call's own scheduler instead of a copy of the pipeline's.
         preview_every: steps between estimates of the clean sample, None for none.
         replayed: a sample that each scheduler step returns instead of its own.
+        replays_one_step: whether its schedules hold one timestep only.
 
     Attributes:
         pending: what it is suspended in, or None.
@@ -41,6 +42,7 @@ class CooperativeCall:
         done: whether it has ended.
         aborted: whether it was ended by ``abort``.
         counts: of its denoiser forwards.
+        held: how often its first forward was put off to get into step with others.
         step_index: scheduler steps taken.
         num_steps: scheduler steps in all; 0 before the first.
         clean_sample: an estimate of the result that is due as a preview, or None.
@@ -57,6 +59,7 @@ class CooperativeCall:
         scheduler: Any = None,
         preview_every: int | None = None,
         replayed: torch.Tensor | None = None,
+        replays_one_step: bool = False,
     ) -> None:
         self.owner = owner
         self.pending: Suspended | None = None
@@ -64,10 +67,11 @@ class CooperativeCall:
         self.error: BaseException | None = None
         self.done = self.aborted = False
         self.counts = StepCounts()
-        self.step_index = self.num_steps = 0
+        self.step_index = self.num_steps = self.held = 0
         self.clean_sample: torch.Tensor | None = None
         self.last_outputs: dict[SuspensionPoint, Any] = {}
         self._preview_every, self._replayed = preview_every, replayed
+        self.replays_one_step = replays_one_step
         self._state = ProcessState(ProcessState.current().modes, RandomState.seeded(seed))
         self._greenlet: Any = greenlet(self._run)
         self._greenlet.call = self

@@ -164,13 +164,17 @@ class DiffusersPipeline:
             _note_progress(state)
         return [call.error for call in calls]
 
-    def denoise_step(self, batch: StepBatch, states: Sequence[CooperativeState]) -> list[Answer]:
-        """Run one forward for every group of calls that can share it."""
+    def denoise_step(
+        self, batch: StepBatch, states: Sequence[CooperativeState]
+    ) -> list[Answer | None]:
+        """Run one forward for every group of calls that can share it; None for one held back."""
         answers = self.stepper.forward(_call(state) for state in states)
-        return [answers[_call(state)] for state in states]
+        return [answers.get(_call(state)) for state in states]
 
-    def step_scheduler(self, state: CooperativeState, noise_pred: Answer) -> None:
+    def step_scheduler(self, state: CooperativeState, noise_pred: Answer | None) -> None:
         """Resume a call with its part of the forward; it takes its own guidance and step."""
+        if noise_pred is None:
+            return
         call = _call(state)
         self.stepper.resume(call, noise_pred)
         _note_progress(state)

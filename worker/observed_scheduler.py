@@ -17,6 +17,8 @@ from greenlet import getcurrent
 def observe_steps(scheduler: Any) -> None:
     """Make a scheduler of a view report its steps to the greenlet's call; it stays what it was.
 
+    For a call that replays one step, a schedule holds its first timestep only.
+
     The class is replaced by a subclass of the same name, so that copies a pipeline makes of its
     scheduler report, too.
     """

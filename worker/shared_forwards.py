@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 _SHARED_DECODE_POSITIONS = 64 * 64
 """Most latent positions of one shared decode (512 x 512 pixels at a factor of 8): larger ones gain
 little from company and cost its memory."""
+
+_MAX_HELD = 2
+"""How many ticks a newcomer waits for others to come round to its kind of forward."""
 
 Waiting = tuple[CooperativeCall, Suspended]
 
@@ -51,18 +55,44 @@ class SharedForwards:
         self.prompts = prompts
         self.adapter: Hashable = None
         self.forwards = self.rows = self.fallbacks = 0
+        self._recent: deque[set[Hashable]] = deque(maxlen=_MAX_HELD)
 
     def run(self, calls: Iterable[CooperativeCall]) -> dict[CooperativeCall, Answer]:
-        """Run one forward for every group of the calls that are suspended."""
+        """Run one forward for every group of the calls that are suspended.
+
+        A pipeline with guidance calls its denoiser several times a step, in turns. A newcomer whose
+        first call is none that the others wait for now, but one that they made just before, has no
+        answer yet: a tick later it shares theirs, and so it does from then on.
+        """
         groups: dict[Hashable, list[Waiting]] = {}
         for call in calls:
             if call.pending is not None:
                 groups.setdefault(self._key(call.pending), []).append((call, call.pending))
         answers: dict[CooperativeCall, Answer] = {}
-        for members in groups.values():
+        for members in self._in_step(groups):
             for part in self._parts(members):
                 self._run_group(part, answers)
         return answers
+
+    def _in_step(self, groups: dict[Hashable, list[Waiting]]) -> list[list[Waiting]]:
+        """Return the groups to run now: all but newcomers that should wait for the others."""
+        denoising = {
+            key for key, members in groups.items() if members[0][1].point.role is Role.DENOISE
+        }
+        seen = set().union(*self._recent)
+        held = {
+            key
+            for key in denoising & seen
+            if all(not call.counts.forwards and call.held < _MAX_HELD for call, _ in groups[key])
+        }
+        if held == denoising:
+            held = set()
+        for key in held:
+            for call, _ in groups[key]:
+                call.held += 1
+        if denoising:
+            self._recent.append(denoising - held)
+        return [members for key, members in groups.items() if key not in held]
 
     def remembered(self, call: CooperativeCall) -> Answer | None:
         """Return the remembered answer to a suspended encoder call, or None."""
