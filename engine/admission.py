@@ -95,6 +95,7 @@ class Admission:
         asked = request.sampling_params
         self._check_accepted(asked)
         self._check_inputs(request)
+        self._check_previews(request)
         params = self._complete(asked)
         self._check_limits(request.prompt, params)
         self._check_guidance(asked, params)
@@ -187,6 +188,15 @@ class Admission:
                 f"{known.pipeline} needs an input picture",
                 field=f"multi_modal_data.{name}",
                 expected="a uint8 array of shape (height, width, 3 or 4)",
+            )
+
+    def _check_previews(self, request: DiffusionRequest) -> None:
+        if request.preview_every is not None and not self._capabilities.makes_previews:
+            raise InvalidRequestError(
+                f"{self._capabilities.pipeline} makes no previews",
+                field="preview_every",
+                value=request.preview_every,
+                expected="to be left out",
             )
 
     def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:

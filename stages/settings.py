@@ -75,10 +75,14 @@ def load_settings(
     """
     given = {**(overrides or {}), **({} if model is None else {"model": model})}
     given = {name: _plain(value) for name, value in given.items() if value is not None}
-    if config_path is None and given.get("model", "bundled") == "bundled":
+    # The bundled file's sampling parameters and adapters suit the bundled pipeline only.
+    own_pipeline = "pipeline" in given
+    is_bundled = given.get("model", "bundled") == "bundled"
+    if config_path is None and is_bundled and not own_pipeline:
         given.pop("model", None)
         draft = _Draft.of_file(_BUNDLED_FILE, origin)
     elif config_path is None:
+        given.setdefault("model", "bundled")
         data = {"stage_args": [{"stage_id": 0, "engine_args": {}}]}
         draft = _Draft(data, {}, "", os.getcwd(), origin)
     else:

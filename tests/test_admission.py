@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,17 @@ def admission(**arguments: Any) -> Admission:
 def admit(prompt: Any = "a", where: Admission | None = None, **fields: Any) -> AdmittedRequest:
     request = build_request(prompt, OmniDiffusionSamplingParams(**fields))
     return (where or admission()).admit(request)
+
+
+def test_previews_of_a_pipeline_that_makes_none_are_refused() -> None:
+    asked = build_request("a", OmniDiffusionSamplingParams(), preview_every=2)
+    with pytest.raises(InvalidRequestError, match="Some makes no previews") as caught:
+        admission().admit(asked)
+    assert caught.value.field == "preview_every"
+    showing = dataclasses.replace(CAPABILITIES, makes_previews=True)
+    args = EngineArgs(model="some/model")
+    able = Admission(args, Limits(), AdapterRegistry(args), showing)
+    assert able.admit(asked).request.preview_every == 2
 
 
 SHARED = [

@@ -20,7 +20,11 @@ from tiny_flow import TinyFlow
 from omni_engine import DiffusionOutput, DiffusionRequestBatch, Omni, OmniDiffusionSamplingParams
 from omni_engine.engine.devices import available_devices, worker_device
 from omni_engine.engine.endpoints import EndpointLock
-from omni_engine.protocol.errors import ConfigError, PipelineContractError
+from omni_engine.protocol.errors import (
+    ConfigError,
+    PipelineContractError,
+    UnsupportedOptionError,
+)
 from omni_engine.protocol.requests import build_request
 from omni_engine.stages.contracts import check_contract, check_results
 from omni_engine.worker.declared import declared_capabilities
@@ -126,6 +130,13 @@ def test_an_engine_refuses_to_step_what_has_no_steps_before_loading_it(
     assert caught.value.field == "step_execution"
     assert f"support_pipelines:{pipeline}" in str(caught.value)
     assert "leave step_execution false" in str(caught.value)
+
+
+def test_deterministic_mode_is_refused_for_forwards_of_ones_own() -> None:
+    with pytest.raises(UnsupportedOptionError, match="its forwards are its own") as caught:
+        Omni("bundled", pipeline="support_pipelines:PatternPipeline", devices="cpu",
+             deterministic=True, **OPTIONS)  # fmt: skip
+    assert caught.value.field == "deterministic"
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,15 @@ def test_a_stage_option_needs_a_single_stage(write: Write) -> None:
     assert loaded.config.limits.max_waiting_requests == 5
 
 
+def test_a_pipeline_of_ones_own_does_not_get_the_bundled_pipelines_settings() -> None:
+    for model in (None, "bundled"):
+        settings = load_settings(model=model, overrides={"pipeline": "mine:Mine"})
+        (stage,) = settings.config.stage_args
+        assert stage.engine_args.model == "bundled"
+        assert stage.engine_args.default_sampling_params.given() == {}
+        assert stage.engine_args.lora_modules == ()
+
+
 def test_without_anything_the_bundled_model_runs() -> None:
     for loaded in (load_settings(), load_settings(model="bundled")):
         (stage,) = loaded.config.stage_args

@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import numpy as np
 
+from omni_engine.protocol.errors import UnsupportedOptionError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import PipelineCapabilities, WorkerSpec
 from omni_engine.stages.contracts import DiffusionRequestBatch
@@ -38,7 +39,11 @@ from omni_engine.worker.views import is_exclusive
 
 logger = logging.getLogger(__name__)
 
-_GUIDANCE = frozenset({"guidance_scale", "guidance_scale_2", "true_cfg_scale"})
+_PRIVATE_WHEN_STEPPED = frozenset(
+    {"guidance_scale", "guidance_scale_2", "true_cfg_scale", "num_inference_steps", "sigmas",
+     "strength", "eta", "sampler"}
+)  # fmt: skip
+"""Each request takes its guidance and its steps in a call of its own."""
 
 _LARGEST_PIXEL_DIFFERENCE = 3
 """Of uint8 pictures, between a list call and a wave at load; more is no rounding."""
@@ -58,10 +63,20 @@ def build_pipeline(
         pipe: a diffusers pipeline, or a hand-written one, which serves plans itself.
         spec: the worker's settings.
         aborts: consulted between steps.
+
+    Raises:
+        UnsupportedOptionError: if a setting can't take effect on the pipeline.
     """
-    if not is_plain_diffusers(pipe):
-        return pipe, declared_capabilities(pipe)
     settings = spec.engine_args
+    if not is_plain_diffusers(pipe):
+        if settings["deterministic"]:
+            raise UnsupportedOptionError(
+                f"deterministic has no effect on {type(pipe).__name__}: its forwards are its own",
+                field="deterministic",
+                value=True,
+                expected="false for a hand-written pipeline",
+            )
+        return pipe, declared_capabilities(pipe)
     store = certificate_store(pipe, spec)
     certificate = store.load() or certified_anew(pipe, store)
     pipeline = wrap(pipe, spec, certificate.report, aborts)
@@ -104,8 +119,8 @@ def wrap(
     capabilities = dataclasses.replace(
         diffusers_capabilities(pipe, report), exclusive=is_exclusive(pipe)
     )
-    if settings["step_execution"]:  # each request takes its guidance in a call of its own
-        private = capabilities.per_request | _GUIDANCE
+    if settings["step_execution"]:
+        private = capabilities.per_request | (_PRIVATE_WHEN_STEPPED & capabilities.sampling_fields)
         capabilities = dataclasses.replace(capabilities, per_request=private)
     return DiffusersPipeline(pipe, stepper, capabilities, aborts)
 

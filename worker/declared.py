@@ -26,6 +26,8 @@ def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
         "pipeline": type(pipeline).__name__,
         "supports_request_batch": _only_has_steps(pipeline) and not found.get("exclusive", False),
         "supports_lora": hasattr(pipeline, "load_lora_weights"),
+        "makes_previews": found.get("supports_step_execution", False)
+        and hasattr(pipeline, "preview"),
     }
     declared = {**inferred, **found}
     return PipelineCapabilities(**{"batching_note": _batching_note(pipeline, declared), **declared})

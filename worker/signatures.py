@@ -74,6 +74,7 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
         size_multiple=size_multiple(pipe),
         supports_lora="lora_request" in fields,
         makes_video="num_frames" in parameters,
+        makes_previews=True,
         samplers=samplers,
         samplers_with_sigmas=samplers & TAKE_SIGMAS,
         samplers_with_eta=samplers & TAKE_ETA,
