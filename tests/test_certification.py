@@ -219,6 +219,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "negative time": lambda d: {**d, "list_call": {**d["list_call"], "list_ms": -1}},
     "not a number": lambda d: {**d, "list_call": {**d["list_call"], "list_ms": float("nan")}},
     "negative tolerance": lambda d: {**d, "tolerance": -1.0},
+    "escapes": lambda d: {**d, "finding": "\x1b[31mred"},
     "long text": lambda d: {**d, "finding": "x" * 5000},
     "a list": lambda d: [d],
 }

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from omni_engine.worker.call_rules import Kind
 from omni_engine.worker.fusion_report import FusionReport, Source
@@ -98,7 +98,7 @@ class CertificateStore:
             key=dict(self._key),
             certified_at=report.certified_at,
             fused=report.fused,
-            finding=report.finding[:_MAX_TEXT],
+            finding=" ".join(report.finding.split())[:_MAX_TEXT],
             encoders=report.encoders,
             sources=dict(report.sources),
             observed={name: dict(rules) for name, rules in report.observed.items()},
@@ -131,6 +131,13 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     return base / "omni-engine"
 
 
+def _printable(text: str) -> str:
+    """Accept what a terminal can be shown."""
+    if not text.isprintable():
+        raise ValueError("not printable")
+    return text
+
+
 class _ListCall(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -147,7 +154,7 @@ class _File(BaseModel):
     key: dict[str, JsonValue]
     certified_at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d UTC$")]
     fused: bool
-    finding: Annotated[str, Field(max_length=_MAX_TEXT)]
+    finding: Annotated[str, Field(max_length=_MAX_TEXT), AfterValidator(_printable)]
     encoders: bool
     sources: dict[str, Source]
     observed: dict[str, dict[str, Kind]]
