@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.connection import Connection, raise_if_down
-from omni_engine.engine.handles import RequestEvent, RequestHandle
+from omni_engine.engine.handles import RequestEvent, RequestHandle, UserCode
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError
@@ -116,8 +117,9 @@ class OmniClient:
         entries = [r if isinstance(r, OmniError) else next(handles) for r in requests]
         running = [entry for entry in entries if isinstance(entry, RequestHandle)]
         if on_output is not None:
+            tell = output_callback(on_output)
             for handle in running:
-                handle.future.add_done_callback(lambda future: on_output(future.result()))
+                handle.future.add_done_callback(tell)
         self._wait(running, timeout_s)
         return [
             DiffusionOutput.failed("", entry) if isinstance(entry, OmniError) else entry.result(0)
@@ -178,16 +180,28 @@ class OmniClient:
             raise
 
 
+def output_callback(on_output: OnOutput) -> Callable[[Future[DiffusionOutput]], None]:
+    """Return what calls ``on_output`` when a request's future is done."""
+    user_code = UserCode("on_output")
+
+    def tell(future: Future[DiffusionOutput]) -> None:
+        output = future.result()
+        user_code.call(output.request_id, on_output, output)
+
+    return tell
+
+
 def progress_callback(
     requests: Sequence[DiffusionRequest | OmniError], on_progress: OnProgress | None
 ) -> Callable[[RequestEvent], None] | None:
     """Return the ``on_event`` of requests of which ``on_progress`` is to hear by their places."""
     if on_progress is None:
         return None
+    user_code = UserCode("on_progress")
     places = {r.request_id: i for i, r in enumerate(requests) if not isinstance(r, OmniError)}
 
     def on_event(event: RequestEvent) -> None:
         if event.step is not None:
-            on_progress(places[event.request_id], event)
+            user_code.call(event.request_id, on_progress, places[event.request_id], event)
 
     return on_event

@@ -41,6 +41,31 @@ class RequestEvent:
     preview: npt.NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
 
 
+class UserCode:
+    """Calls a user's function in a thread or loop that must go on: what it raises is logged.
+
+    Args:
+        name: of the parameter that took the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._failed: set[str] = set()
+
+    def call(self, request_id: str, function: Callable[..., None], *args: Any) -> None:
+        """Call the function; the first failure for each request is logged with its traceback."""
+        try:
+            function(*args)
+        except Exception:  # boundary: user code
+            if request_id not in self._failed:
+                self._failed.add(request_id)
+                logger.exception(
+                    "%s failed for request %s; its further failures are not logged",
+                    self._name,
+                    request_id,
+                )
+
+
 def answer_future() -> Future[Any]:
     """A future that a waiting task's cancellation can't touch: only the I/O thread settles it."""
     future: Future[Any] = Future()
@@ -76,6 +101,7 @@ class RequestHandle:
         self._seed = request.sampling_params.seed
         self._abort = abort
         self._on_event = on_event
+        self._user_code = UserCode("on_event")
         self._events: queue.SimpleQueue[RequestEvent | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
 
@@ -128,12 +154,8 @@ class RequestHandle:
 
     def _tell(self, event: RequestEvent) -> None:
         self._events.put(event)
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception:  # boundary: user code, called from the connection's thread
-            logger.exception("on_event failed for request %s", self.request_id)
+        if self._on_event is not None:
+            self._user_code.call(self.request_id, self._on_event, event)
 
     def finish(self, output: DiffusionOutput) -> None:
         """Record the end, unless it has ended already; called by the connection or a waiter."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
 from omni_engine.engine.client import OmniClient, OnOutput, OnProgress, Params
-from omni_engine.engine.handles import RequestHandle
+from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -93,10 +93,23 @@ class Omni:
         self,
         prompt: Prompt,
         sampling_params: OmniDiffusionSamplingParams | None = None,
-        **options: Any,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        detached: bool = False,
+        preview_every: int | None = None,
+        on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
         """Submit one request to follow; see ``OmniClient.submit``."""
-        return self.client.submit(prompt, sampling_params, **options)
+        return self.client.submit(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            model=model,
+            detached=detached,
+            preview_every=preview_every,
+            on_event=on_event,
+        )
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
@@ -175,16 +188,41 @@ class AsyncOmni:
         self,
         prompt: Prompt,
         sampling_params: OmniDiffusionSamplingParams | None = None,
-        **options: Any,
+        *,
+        request_id: str | None = None,
+        model: str | None = None,
+        detached: bool = False,
+        preview_every: int | None = None,
     ) -> AsyncRequestHandle:
-        """Submit one request to follow; see ``OmniClient.submit``."""
-        return await self.client.submit(prompt, sampling_params, **options)
+        """Submit one request to follow; see ``AsyncOmniClient.submit``."""
+        return await self.client.submit(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            model=model,
+            detached=detached,
+            preview_every=preview_every,
+        )
 
     async def generate(
-        self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, **options: Any
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        preview_every: int | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
-        """Run prompts, each as a request of its own; see ``OmniClient.generate``."""
-        return await self.client.generate(prompts, sampling_params, **options)
+        """Run prompts, each as a request of its own; see ``AsyncOmniClient.generate``."""
+        return await self.client.generate(
+            prompts,
+            sampling_params,
+            model=model,
+            timeout_s=timeout_s,
+            preview_every=preview_every,
+            on_progress=on_progress,
+        )
 
     @property
     def endpoint(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_engine.engine.async_client import AsyncOmniClient
     from omni_engine.engine.client import OmniClient
+    from omni_engine.engine.handles import RequestEvent
     from omni_engine.engine.omni import AsyncOmni, Omni
     from omni_engine.protocol.errors import OmniError
     from omni_engine.protocol.outputs import DiffusionOutput
@@ -26,6 +27,7 @@ __all__ = [
     "OmniClient",
     "OmniDiffusionSamplingParams",
     "OmniError",
+    "RequestEvent",
     "StepBatch",
     "StepRequestState",
 ]
@@ -40,6 +42,7 @@ _HOMES = {
     "OmniClient": "engine.client",
     "OmniDiffusionSamplingParams": "protocol.sampling",
     "OmniError": "protocol.errors",
+    "RequestEvent": "engine.handles",
     "StepBatch": "stages.contracts",
     "StepRequestState": "stages.contracts",
 }

@@ -125,7 +125,9 @@ def test_async_callers_hear_of_progress(gated: Omni) -> None:
     asyncio.run(scenario())
 
 
-def test_on_event_hears_what_events_yields_and_may_fail(gated: Omni) -> None:
+def test_on_event_hears_what_events_yields_and_may_fail(
+    gated: Omni, caplog: pytest.LogCaptureFixture
+) -> None:
     heard: list[RequestEvent] = []
 
     def on_event(event: RequestEvent) -> None:
@@ -135,6 +137,33 @@ def test_on_event_hears_what_events_yields_and_may_fail(gated: Omni) -> None:
     handle = gated.submit("a", on_event=on_event)
     assert list(handle.events()) == heard
     assert progress_of(heard)[-1] == (4, 4)
+    assert [record.message for record in caplog.records] == [
+        f"on_event failed for request {handle.request_id}; its further failures are not logged"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_user_code_that_fails_is_named_once_for_each_request(
+    gated: Omni, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("user code")
+
+    async def scenario() -> list[DiffusionOutput]:
+        async with AsyncOmniClient(gated.endpoint) as client:
+            outputs = await client.generate(["a", "b"], on_progress=failing)
+            await client.status()  # what was scheduled before it has run
+            return outputs
+
+    if mode == "sync":
+        outputs = gated.generate(["a", "b"], on_progress=failing, on_output=failing)
+        gated.status()  # the connection's thread has called everything before it
+    else:
+        outputs = asyncio.run(scenario())
+    assert all(output.ok for output in outputs)
+    said = sorted(record.message.split(";")[0] for record in caplog.records)
+    names = ["on_output", "on_progress"] if mode == "sync" else ["on_progress"]
+    assert said == sorted(f"{n} failed for request {o.request_id}" for n in names for o in outputs)
 
 
 def test_one_step_is_told_too(gated: Omni) -> None:
