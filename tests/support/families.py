@@ -20,10 +20,10 @@ from families_served import (
     Made,
     Ran,
     Wanted,
+    all_in_double,
     alone,
     apart,
     batch_in,
-    exact_pictures,
     made_alone,
     run_steps,
     run_waves,
@@ -68,9 +68,10 @@ class Measured:
 
 
 def measure(family: Family) -> Measured:
-    with family.context(), exact_pictures():
+    with family.context():
         pipe = family.pipeline()
         verdict = _verdict(pipe.to(dtype=torch.float32)) if family.certified else None
+    with family.context(), all_in_double(family):
         pipe.to(dtype=torch.float64 if family.float64 else torch.float32)
         requests = wanted_of(family)
         expected = made_alone(pipe, requests)

@@ -177,7 +177,7 @@ IMAGE_FAMILIES = {
     "pixart_sigma": Family(_pixart_sigma, {**_size(32, 24), "use_resolution_binning": False}),
     "sana": Family(_sana, _SANA, float64=False),
     "lumina2": Family(_lumina2, _size(32, 256), float64=False),
-    "z_image": Family(_z_image, _size(32, 32), no_guidance=0.0),
+    "z_image": Family(_z_image, _size(32, 32), no_guidance=0.0, rounds=True),
     "chroma": Family(_chroma, _size(8, 32)),
     "flux2_klein": Family(_flux2_klein, _size(8, 64), negative=False),
     "flux_kontext": Family(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import diffusers
 import torch
@@ -17,6 +14,7 @@ from families_parts import (
     clip_encoder,
     clip_tokenizer,
     decoder_tokenizer,
+    double_stays_double,
     flow,
     plain_vae,
     qwen_tokenizer,
@@ -159,25 +157,6 @@ def _glm_image() -> Any:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _double_stays_double() -> Iterator[None]:
-    """Kandinsky 5 computes in float32 whatever its type is: here float64 is not cast down."""
-    to, to_float = torch.Tensor.to, torch.Tensor.float
-
-    def kept(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        down = tensor.dtype == torch.float64 and args == (torch.float32,)
-        return tensor if down else to(tensor, *args, **options)
-
-    def kept_float(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
-
-    with (
-        mock.patch.object(torch.Tensor, "to", kept),
-        mock.patch.object(torch.Tensor, "float", kept_float),
-    ):
-        yield
-
-
 _KANDINSKY = {"height": 128, "width": 128, "max_sequence_length": 128}
 _FLUX2 = {"height": 8, "width": 8, "max_sequence_length": 320}
 _GLM = {"height": 64, "width": 64, "max_sequence_length": 16}
@@ -189,8 +168,8 @@ LANGUAGE_FAMILIES = {
         _KANDINSKY,
         prompts=EQUAL_PROMPTS,
         note=_EQUAL_NOTE,
-        beyond=(1, 6),
-        context=_double_stays_double,
+        beyond=(1, 1),
+        context=double_stays_double,
     ),
     "flux2": Family(_flux2, _FLUX2, negative=False),
     "glm_image": Family(_glm_image, _GLM, negative=False),

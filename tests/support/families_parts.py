@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -53,6 +54,7 @@ class Family:
         own: arguments of request i: its pictures, mostly.
         latents: whether the pipeline can return latents.
         float64: whether the family runs in float64.
+        rounds: whether the pipeline insists on float32 somewhere.
         certified: whether certification can run on it in the time of a test.
         why_alone: why requests don't share forwards; None if they do.
         context: entered while the pipeline runs.
@@ -69,6 +71,7 @@ class Family:
     own: Callable[[int], dict[str, Any]] = _no_extras
     latents: bool = True
     float64: bool = True
+    rounds: bool = False
     certified: bool = True
     why_alone: str | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -118,6 +121,25 @@ def picture(seed: int, size: int, mode: str = "RGB") -> Image.Image:
 
 def flow(**config: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+
+
+@contextlib.contextmanager
+def double_stays_double() -> Iterator[None]:
+    """Many pipelines compute in float32 whatever their type is: here float64 is not cast down."""
+    to, to_float = torch.Tensor.to, torch.Tensor.float
+
+    def kept(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        down = tensor.dtype == torch.float64 and args == (torch.float32,)
+        return tensor if down else to(tensor, *args, **options)
+
+    def kept_float(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
+
+    with (
+        mock.patch.object(torch.Tensor, "to", kept),
+        mock.patch.object(torch.Tensor, "float", kept_float),
+    ):
+        yield
 
 
 # -- tokenizers

@@ -224,7 +224,7 @@ QWEN_FAMILIES = {
     ),
     "qwen_image_21": Family(
         _qwen_image_21, {"height": 64, "width": 64}, prompts=EQUAL_PROMPTS, note=_EQUAL_NOTE,
-        beyond=(1, 11),
+        beyond=(1, 12),
         **_TRUE_CFG,
     ),
 }  # fmt: skip

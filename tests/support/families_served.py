@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from families_parts import Family
+from families_parts import Family, double_stays_double
 from PIL import Image
 
 from omni_engine.engine.adapters import AdapterRegistry
@@ -122,13 +122,16 @@ def request_of(wanted: Wanted, request_id: str) -> DiffusionRequest:
     )
 
 
-def exact_pictures() -> contextlib.AbstractContextManager[Any]:
-    """Pictures that are decoded in float64 stay so: diffusers turns them into float32."""
+@contextlib.contextmanager
+def all_in_double(family: Family) -> Iterator[None]:
+    """Nothing is rounded to float32 on the way, neither between steps nor when it is decoded."""
 
     def kept(pictures: torch.Tensor) -> np.ndarray[Any, Any]:
         return pictures.cpu().permute(0, 2, 3, 1).numpy()
 
-    return mock.patch.object(VaeImageProcessor, "pt_to_numpy", staticmethod(kept))
+    lifted = contextlib.nullcontext() if family.rounds else double_stays_double()
+    with mock.patch.object(VaeImageProcessor, "pt_to_numpy", staticmethod(kept)), lifted:
+        yield
 
 
 def alone(pipe: Any, arguments: dict[str, Any], seed: int) -> torch.Tensor:

@@ -118,13 +118,7 @@ UNET_FAMILIES = {
     "stable_diffusion_lcm": _sampled("LCMScheduler"),
     "stable_diffusion_heun": _sampled("HeunDiscreteScheduler"),
     "sdxl": Family(_xl, _SIZE),
-    "sdxl_img2img": Family(_xl_img2img, {"strength": 0.99}, own=_picture),
-    "sdxl_inpaint": Family(_xl_inpaint, {**_SIZE, "strength": 1.0}, own=_mask),
-    "sdxl_controlnet": Family(
-        _xl_controlnet,
-        _SIZE,
-        own=_picture,
-        beyond=(0, 6),
-        note="ControlNet and UNet take turns: those at one don't share with those at the other",
-    ),
+    "sdxl_img2img": Family(_xl_img2img, {"strength": 0.99}, own=_picture, rounds=True),
+    "sdxl_inpaint": Family(_xl_inpaint, {**_SIZE, "strength": 1.0}, own=_mask, rounds=True),
+    "sdxl_controlnet": Family(_xl_controlnet, _SIZE, own=_picture),
 }
