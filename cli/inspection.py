@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,7 +11,15 @@ from omni_engine.cli.connecting import AUTO, connected
 from omni_engine.cli.display import clean, console, print_json, table
 from omni_engine.cli.options import AsJson, Connect
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Rows = tuple[str, Sequence[str], Sequence[Sequence[object]]]
+"""A table's title, columns and rows."""
+
 _DIGEST_CHARS = 16
+_MEASURING_WIDTH = 10_000
+"""Columns in which every table finds room; rich measures no wider than it may print."""
 _STEP_COLUMNS = ("ticks", "mean tick", "requests a tick")
 
 _STATUS_HELP = "Show a running engine: stages, queues, batch sizes, workers and adapters."
@@ -43,9 +51,16 @@ def status(connect: Connect = AUTO, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    output = console()
-    for shown in (_engine(found), *_stages(found["stages"])):
-        output.print(shown)
+    print_status(found, console())
+
+
+def print_status(found: Mapping[str, Any], output: Console) -> None:
+    """Print what ``OmniClient.status`` returns; tables that are too wide become blocks of lines."""
+    output.print(_engine(found))
+    for stage in found["stages"]:
+        output.print(_stage(stage))
+        for title, columns, rows in (_workers(stage), _groups(stage), _adapters(stage)):
+            _print_rows(output, title, columns, rows)
 
 
 def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
@@ -55,12 +70,11 @@ def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    shown = table("models", "name", "state", "adapters", "error")
-    for model in found:
-        error = (model["error"] or {}).get("message", "-")
-        adapters = ", ".join(model["adapters"]) or "-"
-        shown.add_row(*map(clean, (model["name"], model["state"], adapters, error)))
-    console().print(shown)
+    rows = [
+        (model["name"], model["state"], ", ".join(model["adapters"]) or "-", _message(model))
+        for model in found
+    ]
+    _print_rows(console(), "models", ("name", "state", "adapters", "error"), rows)
 
 
 def _engine(found: Mapping[str, Any]) -> Any:
@@ -76,17 +90,6 @@ def _engine(found: Mapping[str, Any]) -> Any:
     return _pairs("engine", rows)
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    shown = []
-    for stage in stages:
-        shown += [_stage(stage), _workers(stage)]
-        if stage["step_execution"]:
-            shown.append(_groups(stage))
-        if stage["adapters"]:
-            shown.append(_adapters(stage))
-    return shown
-
-
 def _stage(stage: Mapping[str, Any]) -> Any:
     counts = stage["requests"]
     rows = {
@@ -98,6 +101,10 @@ def _stage(stage: Mapping[str, Any]) -> Any:
         "mode": "step execution: requests join and leave between steps"
         if stage["step_execution"]
         else "whole batches",
+        "deterministic": "yes: every forward is padded to one size"
+        if stage["deterministic"]
+        else "no",
+        "samplers": _samplers(stage),
         "capacity": _capacity(stage),
         "requests": f"{stage['waiting']} waiting, {stage['running']} running, "
         + ", ".join(f"{counts[kind]} {kind}" for kind in ("completed", "failed", "aborted")),
@@ -118,12 +125,19 @@ def _capacity(stage: Mapping[str, Any]) -> str:
     return f"{most} requests a batch, policy {policy}, admission wait {wait_ms:g} ms"
 
 
-def _workers(stage: Mapping[str, Any]) -> Any:
+def _samplers(stage: Mapping[str, Any]) -> str | None:
+    """Return the names that requests may use; None while the model is not loaded."""
+    if stage["capabilities"] is None:
+        return None
+    return ", ".join(sorted(stage["capabilities"]["samplers"])) or "the model's own only"
+
+
+def _workers(stage: Mapping[str, Any]) -> _Rows:
     stepped = stage["step_execution"]
     columns = ("worker", "device", "state", "process",
                *(_STEP_COLUMNS if stepped else ("batches",)),
                "requests", "busy", "loaded in", "weights", "error")  # fmt: skip
-    shown = table(f"workers of {clean(stage['name'])}", *columns)
+    rows = []
     for worker in stage["workers"]:
         load_ms, weights = worker["load_ms"], worker["parameter_bytes"]
         row = (
@@ -132,10 +146,10 @@ def _workers(stage: Mapping[str, Any]) -> Any:
             worker["requests"], duration(worker["busy_s"]),
             "-" if load_ms is None else duration(load_ms / 1000),
             "-" if weights is None else f"{weights / 1e6:.1f} MB",
-            (worker["error"] or {}).get("message", "-"),
+            _message(worker),
         )  # fmt: skip
-        shown.add_row(*map(clean, row))
-    return shown
+        rows.append(row)
+    return f"workers of {stage['name']}", columns, rows
 
 
 def _steps(worker: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -149,32 +163,64 @@ def _steps(worker: Mapping[str, Any]) -> tuple[str, str, str]:
     )
 
 
-def _groups(stage: Mapping[str, Any]) -> Any:
-    shown = table(f"resident groups of {clean(stage['name'])}",
-                  "worker", "group", "adapter", "requests", "steps done")  # fmt: skip
-    for worker in stage["workers"]:
+def _groups(stage: Mapping[str, Any]) -> _Rows:
+    columns = ("worker", "group", "size", "adapter", "requests", "steps done")
+    rows = []
+    for worker in stage["workers"] if stage["step_execution"] else ():
         for group in worker["groups"]:
             adapter, members = group["adapter"], group["requests"]
             name = "-" if adapter is None else f"{adapter['name']}:{adapter['scale']:g}"
             steps = ", ".join(f"{m['step_index']}/{m['num_steps'] or '?'}" for m in members)
-            row = (worker["worker_id"], group["group_id"], name, len(members), steps or "-")
-            shown.add_row(*map(clean, row))
-    return shown
+            row = (worker["worker_id"], group["group_id"], _size(group), name, len(members),
+                   steps or "-")  # fmt: skip
+            rows.append(row)
+    return f"resident groups of {stage['name']}", columns, rows
 
 
-def _adapters(stage: Mapping[str, Any]) -> Any:
-    shown = table(f"adapters of {clean(stage['name'])}",
-                  "name", "digest (SHA-256)", "default scale", "file", "error")  # fmt: skip
-    for adapter in stage["adapters"]:
-        row = (adapter["name"], adapter["digest"][:_DIGEST_CHARS], f"{adapter['default_scale']:g}",
-               adapter["path"], adapter["error"] or "-")  # fmt: skip
+def _size(group: Mapping[str, Any]) -> str:
+    """Return height x width of a group's pictures, and the frames of its videos."""
+    height, width, frames = (group[name] for name in ("height", "width", "num_frames"))
+    parts = [] if height is None or width is None else [f"{height} x {width}"]
+    parts += [] if frames is None else [f"{frames} frames"]
+    return ", ".join(parts) or "-"
+
+
+def _adapters(stage: Mapping[str, Any]) -> _Rows:
+    columns = ("name", "digest (SHA-256)", "default scale", "file", "error")
+    rows = [
+        (adapter["name"], adapter["digest"][:_DIGEST_CHARS], f"{adapter['default_scale']:g}",
+         adapter["path"], adapter["error"] or "-")
+        for adapter in stage["adapters"]
+    ]  # fmt: skip
+    return f"adapters of {stage['name']}", columns, rows
+
+
+def _message(described: Mapping[str, Any]) -> str:
+    return (described["error"] or {}).get("message", "-")
+
+
+def _print_rows(
+    output: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """Print a table, or one block of lines for each row where the table is too wide."""
+    if not rows:
+        return
+    shown = table(clean(title), *columns)
+    for row in rows:
         shown.add_row(*map(clean, row))
-    return shown
+    unlimited = output.options.update(width=_MEASURING_WIDTH)
+    if output.measure(shown, options=unlimited).maximum <= output.width:
+        output.print(shown)
+        return
+    for row in rows:
+        named = dict(zip(columns, row, strict=True))
+        output.print(_pairs(title, named))
 
 
 def _pairs(title: str, rows: Mapping[str, object]) -> Any:
     shown = table(clean(title), "", "")
     shown.show_header = False
+    shown.columns[0].no_wrap = True
     for name, value in rows.items():
         if value is not None:
             shown.add_row(name, clean(value))

@@ -21,6 +21,7 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "max_num_seqs": arguments.max_num_seqs,
         "effective_max_num_seqs": None if capabilities is None else stage.effective_max_num_seqs,
         "step_execution": arguments.step_execution,
+        "deterministic": arguments.deterministic,
         "scheduling_policy": arguments.scheduling_policy,
         "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
         "waiting": stage.num_waiting,

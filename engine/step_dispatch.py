@@ -125,8 +125,12 @@ class StepDispatch:
     def _describe_group(self, group_id: int, request_ids: tuple[str, ...]) -> dict[str, Any]:
         members = [self._floor.live[request_id] for request_id in request_ids]
         adapter = _activation(self._floor, request_ids)
+        first = members[0].request if members[0].admitted is None else members[0].admitted.request
         return {
             "group_id": group_id,
+            "height": first.sampling_params.height,
+            "width": first.sampling_params.width,
+            "num_frames": first.sampling_params.num_frames,
             "adapter": None
             if adapter is None
             else {"name": adapter.adapter.name, "scale": adapter.scale},

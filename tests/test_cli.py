@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 import typer
 from conftest import PATTERN
 from PIL import Image
+from rich.console import Console
 from support_pipelines import pattern
 
 from omni_engine.cli import configuration, generate, inspection, interrupts, serve
@@ -29,6 +32,7 @@ from omni_engine.stages.settings import OVERRIDES
 
 COMMAND = str(Path(sys.executable).with_name("omni-engine"))
 ENGINE = ["--pipeline", PATTERN, "--devices", "cpu", "--max-num-seqs", "4"]
+LORAS = ["--lora-modules", "outline=bundled:outline", "--lora-modules", "night=bundled:night"]
 HEAVY = {"torch", "diffusers", "transformers", "zmq", "pydantic", "numpy", "PIL", "yaml"}
 
 
@@ -96,13 +100,15 @@ def stop(process: subprocess.Popen[str], number: signal.Signals) -> Result:
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
     """A served engine at the default address; yields the line that announces it."""
-    process = start("serve", *ENGINE, "--name", "pattern", "--log-level", "warning")
+    process = start("serve", *ENGINE, *LORAS, "--name", "pattern", "--log-level", "warning")
     try:
         assert process.stdout is not None
-        yield process.stdout.readline()
+        announced = process.stdout.readline()
+        assert process.stdout.readline() == "pattern is ready\n"
+        yield announced
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (0, "pattern is ready\n"), err
+        assert (process.returncode, out) == (0, ""), err
     finally:
         process.kill()
         process.communicate()
@@ -406,8 +412,25 @@ def test_status(served: str) -> None:
     assert (stage["name"], stage["state"]) == ("pattern", "ready")
     shown = run_command("status").out
     for text in (found["endpoint"], "PatternPipeline", stage["batching"], "stage0-worker0",
-                 "night", stage["adapters"][0]["digest"][:16], "batch sizes"):  # fmt: skip
+                 "night", stage["adapters"][0]["digest"][:16], "batch sizes",
+                 "the model's own only", "deterministic"):  # fmt: skip
         assert text in shown
+    assert "resident groups" not in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_status_breaks_no_word_in_a_narrow_terminal(served: str, width: int) -> None:
+    found = json.loads(run_command("status", "--json").out)
+    (stage,) = found["stages"]
+    (worker,) = stage["workers"]
+    output = Console(width=width, file=io.StringIO(), highlight=False, markup=False)
+    inspection.print_status(found, output)
+    shown = output.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    for text in ("worker", "device", "process", "batches", "requests", "loaded in", "weights",
+                 "error", worker["worker_id"], worker["state"], str(worker["pid"]),
+                 "default scale", "outline", stage["adapters"][0]["digest"][:16]):  # fmt: skip
+        assert re.search(rf"(?<!\S){re.escape(text)}(?!\S)", shown), text
 
 
 def test_models(served: str) -> None:
@@ -480,7 +503,8 @@ def test_previews_are_saved_and_status_shows_running_steps(
                             "--preview-dir", str(tmp_path / "previews"))  # fmt: skip
     until_held(address)
     shown = run_command("status", "--connect", address).out
-    for text in ("step execution", "resident groups", "3/9", "mean tick", "ticks by size"):
+    for text in ("step execution", "resident groups", "3/9", "mean tick", "ticks by size",
+                 "16 x 16"):  # fmt: skip
         assert text in shown
     (tmp_path / "gate").touch()
     out, err = process.communicate(timeout=60)
