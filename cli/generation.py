@@ -28,6 +28,7 @@ class Item:
         prompt: as given.
         output: the engine's answer; None before it came.
         files: one per picture.
+        previews: steps and files of its previews.
         error: why there are no pictures, or not all.
     """
 
@@ -35,6 +36,7 @@ class Item:
     prompt: str
     output: DiffusionOutput | None = None
     files: list[Path] = field(default_factory=list)
+    previews: list[tuple[int, Path]] = field(default_factory=list)
     error: OmniError | None = None
 
 
@@ -85,6 +87,8 @@ def generate_files(
         progress.advance(each * (len(items) - len(live)))
         for item in _ended(connection, live, progress, previews):
             _write(item, folder)
+            if previews is not None:
+                _name_previews(item, previews.folder)
             progress.advance(each)
     return items
 
@@ -122,7 +126,21 @@ def _write(item: Item, folder: PictureFolder) -> None:
 
 
 def _write_preview(item: Item, event: RequestEvent, folder: PictureFolder) -> None:
+    step = event.step or 0
     try:
-        folder.write_preview(item.number, item.prompt, event.step or 0, event.preview)
+        path = folder.write_preview(item.number, item.prompt, step, event.preview)
+        item.previews.append((step, path))
     except OmniError as error:
         item.error = error  # the picture itself is written all the same
+
+
+def _name_previews(item: Item, folder: PictureFolder) -> None:
+    """Name the previews after the request's first picture, which is what they show."""
+    if not item.files:
+        return
+    try:
+        item.previews = [
+            (step, folder.rename_preview(path, step, item.files[0])) for step, path in item.previews
+        ]
+    except OmniError as error:
+        item.error = error

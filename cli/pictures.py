@@ -75,7 +75,7 @@ class PictureFolder:
         ]
 
     def write_preview(self, number: int, prompt: str, step: int, picture: Any) -> Path:
-        """Write how a request looks after some of its steps.
+        """Write how a request looks after some of its steps; the seed may not be known yet.
 
         Args:
             number: the prompt's number, counted from 1.
@@ -87,6 +87,27 @@ class PictureFolder:
             OutputFileError: if the operating system refuses.
         """
         return self._write_one(f"{number:02}-{slug(prompt)}-step-{step:04}", png_bytes([picture]))
+
+    def rename_preview(self, preview: Path, step: int, picture: Path) -> Path:
+        """Name a preview after the picture that it became: PICTURE-step-STEP.png.
+
+        Args:
+            preview: a file that ``write_preview`` wrote.
+            step: steps done.
+            picture: the finished picture's file.
+
+        Raises:
+            OutputFileError: if the operating system refuses.
+        """
+        reserved = self._write_one(f"{picture.stem}-step-{step:04}", b"")
+        try:
+            return preview.replace(reserved)
+        except OSError as error:
+            raise OutputFileError(
+                f"a preview can't be renamed: {error.strerror}",
+                field=self._flag,
+                value=str(preview),
+            ) from None
 
     def _encoded(self, output: DiffusionOutput) -> Iterator[tuple[bytes, str]]:
         for picture in output.images or ():

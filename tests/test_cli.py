@@ -511,11 +511,18 @@ def test_previews_are_saved_and_status_shows_running_steps(
     result = checked(process.returncode, out, err)
     assert result.code == 0
     assert pictures_of(tmp_path / "out") == ["01-a-cat-1.png"]
-    names = [f"01-a-cat-step-{step:04}.png" for step in (2, 4, 6, 8)]
+    names = [f"01-a-cat-1-step-{step:04}.png" for step in (2, 4, 6, 8)]
     assert pictures_of(tmp_path / "previews") == names
     for step, name in zip((2, 4, 6, 8), names, strict=True):
         preview = np.asarray(Image.open(tmp_path / "previews" / name))
         np.testing.assert_array_equal(preview, np.full((8, 8, 3), step))
+    again = generate_held(address, tmp_path / "gate", "--preview-every", "4",
+                          "--preview-dir", str(tmp_path / "previews"))  # fmt: skip
+    out, err = again.communicate(timeout=60)
+    assert checked(again.returncode, out, err).code == 0
+    assert pictures_of(tmp_path / "out") == ["01-a-cat-1-2.png", "01-a-cat-1.png"]
+    more = ["01-a-cat-1-2-step-0004.png", "01-a-cat-1-2-step-0008.png"]
+    assert pictures_of(tmp_path / "previews") == sorted([*names, *more])
 
 
 def test_stopping_lets_requests_take_their_last_steps(
