@@ -129,7 +129,8 @@ def _samplers(stage: Mapping[str, Any]) -> str | None:
     """Return the names that requests may use; None while the model is not loaded."""
     if stage["capabilities"] is None:
         return None
-    return ", ".join(sorted(stage["capabilities"]["samplers"])) or "the model's own only"
+    names: list[str] = sorted(stage["capabilities"]["samplers"])
+    return ", ".join(names) or "the model's own only"
 
 
 def _workers(stage: Mapping[str, Any]) -> _Rows:
@@ -196,7 +197,8 @@ def _adapters(stage: Mapping[str, Any]) -> _Rows:
 
 
 def _message(described: Mapping[str, Any]) -> str:
-    return (described["error"] or {}).get("message", "-")
+    error = described["error"]
+    return "-" if error is None else str(error["message"])
 
 
 def _print_rows(

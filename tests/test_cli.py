@@ -588,7 +588,7 @@ def test_generate_with_an_engine_of_its_own(tmp_path: Path) -> None:
             tmp_path / f"0{number}-{slug(item['prompt'])}-{item['seed']}.png"
         )
         picture = np.asarray(Image.open(file["path"]))
-        np.testing.assert_array_equal(picture, pattern(item["prompt"], item["seed"], 64, 64))
+        np.testing.assert_array_equal(picture, pattern(item["prompt"], item["seed"], 16, 16))
 
 
 def test_a_model_that_fails_to_load_is_an_error_of_the_command(tmp_path: Path) -> None:
