@@ -11,6 +11,8 @@ import pytest
 from omni_engine import Omni, OmniDiffusionSamplingParams
 from omni_engine.protocol.outputs import DiffusionOutput
 
+pytestmark = pytest.mark.slow
+
 COUNT = 50
 WORDS = ("red", "blue", "a small green", "two yellow", "one big white and one small black")
 

@@ -119,6 +119,7 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert "make test" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_make_demo_draws_eight_pictures() -> None:
     out = ROOT / "demo-output"
     before = set(out.glob("*.png"))

@@ -10,6 +10,8 @@ import torch
 from families import FAMILIES, HEADER, Measured, measure, measure_shapes, row
 from families_served import STEPS, Ran
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {True: 1e-12, False: 1e-4}
 """Of full scale, in float64 and in float32."""
 

@@ -22,6 +22,8 @@ from omni_engine.worker.probe import probe_arguments
 from omni_engine.worker.process_state import TorchModes
 from omni_engine.worker.views import denoisers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
