@@ -9,6 +9,7 @@ from omni_engine.protocol.errors import ModelError, OmniError
 from omni_engine.protocol.outputs import AppliedLoRA
 from omni_engine.protocol.plans import AdapterActivation
 from omni_engine.worker.lora import AdapterManager
+from omni_engine.worker.results import text_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,5 +41,5 @@ class AdapterSwitch:
             raise
         except Exception as error:  # boundary: one batch; what peft may raise is not known
             logger.exception("an adapter could not be switched")
-            reason = f"the adapter could not be switched: {type(error).__name__}: {error}"
+            reason = f"the adapter could not be switched: {text_of(error)}"
             raise ModelError(reason) from None

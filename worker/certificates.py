@@ -186,7 +186,7 @@ def _write(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # whatever it is: clean up, then pass it on
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise

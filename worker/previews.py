@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from omni_engine.worker.cooperative import Answer, CooperativeCall, CooperativeStepper
+from omni_engine.worker.results import text_of
 from omni_engine.worker.row_calls import unpack
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class PreviewMaker:
             return None
         replay = self._replay(call, arguments, seed, sample)
         if replay.error is not None:
-            self._warn(f"{type(replay.error).__name__}: {replay.error}")
+            self._warn(text_of(replay.error))
             return None
         return unpack(replay.result, latents=False)[0]
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_engine.protocol.errors import ModelError, OmniError, RequestAbortedError
+from omni_engine.protocol.errors import OmniError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan, StepReport, StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.results import pipeline_error, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,9 @@ class RequestRunner:
             return [self._failed(member, error) for member in members]
         except Exception as error:  # noqa: BLE001  # boundary: one batch
             logger.warning(
-                "a batch of %d failed (%s: %s); its members are run alone",
+                "a batch of %d failed (%s); its members are run alone",
                 len(members),
-                type(error).__name__,
-                error,
+                text_of(error),
             )
         return [_on_its_own(self._run_alone(member)) for member in members]
 
@@ -99,8 +99,7 @@ class RequestRunner:
             return self._failed(request, error)
         except Exception as error:  # boundary: one request
             logger.exception("request %s failed in the pipeline", request.request_id)
-            message = f"the pipeline failed: {type(error).__name__}: {error}"
-            return self._failed(request, ModelError(message))
+            return self._failed(request, pipeline_error(error))
 
     def _forward(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
         batch = DiffusionRequestBatch(members)
