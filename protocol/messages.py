@@ -31,7 +31,9 @@ HELLO, SUBMIT, ABORT, STATUS, WAIT_READY, PING, BYE = (
     "ping",
     "bye",
 )
-WELCOME, ACCEPTED, EVENT, PROGRESS, OUTPUT, READY, PONG, ERROR = (
+LORAS, LOAD_LORA, UNLOAD_LORA, PIN_LORA = "loras", "load_lora", "unload_lora", "pin_lora"
+"""Adapter management: the list is answered with ``loras``, the others with ``lora``."""
+WELCOME, ACCEPTED, EVENT, PROGRESS, OUTPUT, READY, PONG, LORA, ERROR = (
     "welcome",
     "accepted",
     "event",
@@ -39,6 +41,7 @@ WELCOME, ACCEPTED, EVENT, PROGRESS, OUTPUT, READY, PONG, ERROR = (
     "output",
     "ready",
     "pong",
+    "lora",
     "error",
 )
 
@@ -50,6 +53,10 @@ CLIENT_FIELDS: dict[str, frozenset[str]] = {
     WAIT_READY: frozenset(),
     PING: frozenset(),
     BYE: frozenset(),
+    LORAS: frozenset({"model"}),
+    LOAD_LORA: frozenset({"model", "name", "path", "default_scale", "preload", "pin", "replace"}),
+    UNLOAD_LORA: frozenset({"model", "name"}),
+    PIN_LORA: frozenset({"model", "name", "pin"}),
 }
 _COMMON = frozenset({"v", "type", "id"})
 MAX_REQUESTS_PER_MESSAGE = 4096

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from omni_engine.protocol.adapters import (
+    AdapterActivation,
+    activations_from_wire,
+    activations_to_wire,
+)
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
@@ -45,7 +50,6 @@ class WorkerSpec:
         model: resolved local folder or hub id.
         device: torch device string as this process sees it.
         threads: torch threads; None leaves torch's default.
-        adapters: registered adapters, checked at load.
     """
 
     worker_id: str
@@ -54,7 +58,6 @@ class WorkerSpec:
     model: str
     device: str
     threads: int | None = None
-    adapters: tuple[Adapter, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         """Return a msgpack-able dict."""
@@ -63,61 +66,22 @@ class WorkerSpec:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> WorkerSpec:
         """Rebuild from ``to_wire``'s dict."""
-        adapters = tuple(Adapter.from_wire(adapter) for adapter in wire["adapters"])
-        return cls(**{**wire, "adapters": adapters})
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A registered LoRA adapter: where its file is and what it holds.
-
-    Args:
-        name: the name requests use.
-        path: the safetensors file.
-        digest: SHA-256 of the file, hex; the adapter's identity together with a scale.
-        default_scale: scale of requests that name none.
-    """
-
-    name: str
-    path: str
-    digest: str
-    default_scale: float = 1.0
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Adapter:
-        """Rebuild from ``dataclasses.asdict``'s dict."""
         return cls(**wire)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterActivation:
-    """One adapter at one canonical scale: what a batch runs under."""
-
-    adapter: Adapter
-    scale: float
-
-    @property
-    def identity(self) -> tuple[str, float]:
-        """Content digest and canonical scale: equal exactly when the effect is equal."""
-        return (self.adapter.digest, self.scale)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return a msgpack-able dict."""
-        return {"adapter": dataclasses.asdict(self.adapter), "scale": self.scale}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> AdapterActivation:
-        """Rebuild from ``to_wire``'s dict."""
-        return cls(Adapter.from_wire(wire["adapter"]), wire["scale"])
-
-
-@dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One batch for one worker: the requests in full, and the adapter they share."""
+    """One batch for one worker: the requests in full, and what each runs under.
+
+    Args:
+        plan_id: counts a scheduler's plans.
+        requests: in full.
+        activations: one per request; they are equal unless the stage mixes adapters.
+    """
 
     plan_id: int
     requests: tuple[DiffusionRequest, ...]
-    activation: AdapterActivation | None = None
+    activations: tuple[AdapterActivation | None, ...]
 
     def to_wire(self) -> dict[str, Any]:
         """Return a message for ``codec.encode``."""
@@ -125,17 +89,16 @@ class BatchPlan:
             "type": BATCH_PLAN,
             "plan_id": self.plan_id,
             "requests": [request.to_wire() for request in self.requests],
-            "activation": None if self.activation is None else self.activation.to_wire(),
+            "activations": activations_to_wire(self.activations),
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> BatchPlan:
         """Rebuild from a decoded message."""
-        activation = wire["activation"]
         return cls(
             wire["plan_id"],
             tuple(DiffusionRequest.from_wire(request) for request in wire["requests"]),
-            None if activation is None else AdapterActivation.from_wire(activation),
+            activations_from_wire(wire["activations"]),
         )
 
 
@@ -151,14 +114,15 @@ class StepPlan:
         plan_id: counts a scheduler's plans.
         group_id: the resident group; a worker keeps a group until its last request has ended.
         requests: those that join, in full.
-        activation: the adapter the whole group runs under.
+        activations: what each of these requests runs under; a group has one, unless the stage
+            mixes adapters.
         ticks: how many denoiser forwards per request to run at most; 0: only join.
     """
 
     plan_id: int
     group_id: int
     requests: tuple[DiffusionRequest, ...]
-    activation: AdapterActivation | None = None
+    activations: tuple[AdapterActivation | None, ...]
     ticks: int = 1
 
     def to_wire(self) -> dict[str, Any]:
@@ -168,19 +132,18 @@ class StepPlan:
             "plan_id": self.plan_id,
             "group_id": self.group_id,
             "requests": [request.to_wire() for request in self.requests],
-            "activation": None if self.activation is None else self.activation.to_wire(),
+            "activations": activations_to_wire(self.activations),
             "ticks": self.ticks,
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> StepPlan:
         """Rebuild from a decoded message."""
-        activation = wire["activation"]
         return cls(
             plan_id=wire["plan_id"],
             group_id=wire["group_id"],
             requests=tuple(DiffusionRequest.from_wire(request) for request in wire["requests"]),
-            activation=None if activation is None else AdapterActivation.from_wire(activation),
+            activations=activations_from_wire(wire["activations"]),
             ticks=wire["ticks"],
         )
 
@@ -266,6 +229,8 @@ class PipelineCapabilities:
         defaults: the pipeline's own values of sampling fields.
         size_multiple: height and width must be multiples of this many pixels.
         supports_lora: whether adapters can be loaded.
+        mixes_adapters: whether requests with different adapters can share a forward.
+        adapters_note: how adapters are applied; shown in status.
         makes_video: whether the result is frames instead of images.
         samplers: names that a request's ``sampler`` may have.
         samplers_with_sigmas: those of them that take a request's ``sigmas``.
@@ -286,6 +251,8 @@ class PipelineCapabilities:
     defaults: dict[str, Any] = field(default_factory=dict)
     size_multiple: int = 1
     supports_lora: bool = False
+    mixes_adapters: bool = False
+    adapters_note: str = ""
     makes_video: bool = False
     samplers: frozenset[str] = frozenset()
     samplers_with_sigmas: frozenset[str] = frozenset()

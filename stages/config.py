@@ -156,6 +156,8 @@ class LoRAModule(_Model):
     name: Name
     path: PathText
     default_scale: Scale = 1.0
+    preload: bool = False
+    pin: bool = False
 
     def resolved_file(self, base_dir: str | os.PathLike[str] = ".") -> Path:
         """Return ``resolve_adapter`` of the path; loaded settings hold absolute paths."""
@@ -193,9 +195,22 @@ class EngineArgs(_Model):
     cache_backend: Name | None = None
     lora_modules: Annotated[tuple[LoRAModule, ...], Field(strict=False)] = ()
     default_lora: DefaultLoRA | None = None
+    lora_dirs: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
     max_loras: Count = 8
+    max_cpu_loras: Count = 64
+    mixed_lora: bool = False
+    max_mixed_adapters: Count | None = None
+    lora_merge: Literal["off", "auto"] = "off"
     default_sampling_params: SamplingDefaults = SamplingDefaults()
     worker_startup_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+
+    @property
+    def mixed_adapters_limit(self) -> int | None:
+        """Different adapters in one batch at most; None if adapters are not mixed."""
+        if not self.mixed_lora:
+            return None
+        pinned = sum(module.pin for module in self.lora_modules)
+        return self.max_mixed_adapters or max(1, self.max_loras - pinned)
 
     def resolved_model(self, base_dir: str | os.PathLike[str] = ".") -> str:
         """Return the hub id or absolute folder to load; loaded settings hold absolute paths."""

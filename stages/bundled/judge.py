@@ -55,6 +55,7 @@ def judge(scene: Scene, picture: Picture, style: Style = "plain") -> Verdict:
         picture: uint8, shape (64, 64, 3).
         style: Whose palette and line work the picture is judged by.
     """
+    scene = pictures.shown(scene, style)
     lab = to_lab(picture)
     ground = _ground(lab)
     name, distance = _nearest(ground, "background", style)
@@ -211,7 +212,7 @@ def _named_shapes(scene: Scene) -> list[str]:
 
 def _shapes(scene: Scene, picture: Picture, regions: list[Mask], style: Style) -> list[str]:
     """Names each region's shape by the template most alike; "" where nothing is covered."""
-    radii = [placement.radius for placement in pictures.place(scene)]
+    radii = [placement.radius for placement in pictures.place(scene, style=style)]
     return [
         _most_alike(_item_coverage(picture, region), radius, style)
         for region, radius in zip(regions, radii, strict=True)
@@ -239,7 +240,7 @@ def _most_alike(covered: Floats, radius: float, style: Style) -> str:
     middle = IMAGE_SIZE // 2
     shift = (middle - round(y), middle - round(x))
     centred = np.roll(covered, shift, axis=(0, 1)).ravel()
-    templates = _templates(radius, "outline" if style == "outline" else "plain")
+    templates = _templates(radius, LOOKS[style].outlined)
     likeness = templates @ centred.astype(np.float32)
     return pictures.SHAPES[int(likeness.argmax()) * len(pictures.SHAPES) // len(likeness)]
 

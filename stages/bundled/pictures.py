@@ -9,21 +9,24 @@ by a stable hash, so a held-out sentence is never trained on, whatever the seed.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import re
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from .shapes import SHAPES as SHAPES
+from .shapes import contours
+from .styles import LOOKS
+from .styles import STYLES as STYLES
+from .styles import Style as Style
+
 Rgb: TypeAlias = tuple[int, int, int]
 Picture: TypeAlias = NDArray[np.uint8]
-Style = Literal["plain", "outline", "night"]
 
-STYLES: Final[tuple[Style, ...]] = ("plain", "outline", "night")
 COLOURS: Final[dict[str, Rgb]] = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),
@@ -42,7 +45,6 @@ BACKGROUNDS: Final[dict[str, Rgb]] = {
     "cyan": (120, 220, 230),
     "brown": (120, 80, 50),
 }
-SHAPES: Final = ("circle", "square", "triangle", "star", "diamond", "ring", "cross", "heart")
 SIZES: Final = ("small", "", "large")
 RELATIONS: Final = ("left of", "right of", "above", "below")
 
@@ -50,7 +52,6 @@ IMAGE_SIZE: Final = 64
 RADII: Final[dict[str, float]] = {"small": 10.5, "": 17.0, "large": 25.0}
 PAIR_RADIUS: Final = 12.0
 OUTLINE_WIDTH: Final = 2.4
-NIGHT_LIGHT: Final = (0.36, 0.40, 0.52)
 
 _OVERSAMPLING: Final = 4
 _HELD_OUT_SHARE: Final = 16
@@ -151,14 +152,26 @@ def sample_scenes(count: int, seed: int, *, held_out: bool) -> list[Scene]:
     return scenes
 
 
-def place(scene: Scene, rng: random.Random | None = None) -> list[Placement]:
+def shown(scene: Scene, style: Style) -> Scene:
+    """Gives the scene that a style's picture shows for a sentence: its own ground and ink."""
+    look = LOOKS[style]
+    background = look.ground or scene.background
+    ink = look.opposite if look.ink == background else look.ink
+    items = tuple(replace(item, colour=ink or item.colour) for item in scene.items)
+    return replace(scene, background=background, items=items)
+
+
+def place(
+    scene: Scene, rng: random.Random | None = None, style: Style = "plain"
+) -> list[Placement]:
     """Lays the scene's items out on the canvas.
 
     Args:
         scene: What to lay out.
         rng: Jitters place (±2 pixels) and size (±8 %); None gives the exact layout.
+        style: Decides the size, where the style has one.
     """
-    radius = PAIR_RADIUS if scene.relation else RADII[scene.size]
+    radius = LOOKS[style].radius or (PAIR_RADIUS if scene.relation else RADII[scene.size])
     placements = []
     for item, (x, y) in zip(scene.items, centres(scene), strict=True):
         dx, dy, scale = 0.0, 0.0, 1.0
@@ -186,16 +199,17 @@ def draw(scene: Scene, rng: random.Random | None = None, style: Style = "plain")
     Args:
         scene: What to draw.
         rng: Jitters place and size; None draws the exact layout.
-        style: "plain", "outline" (shapes as outlines) or "night" (darkened palette).
+        style: How to draw it.
 
     Returns:
         The picture, uint8, shape (64, 64, 3).
     """
     side = IMAGE_SIZE * _OVERSAMPLING
+    scene = shown(scene, style)
     ground = palette_colour(scene.background, style, ground=True)
     canvas = Image.new("RGB", (side, side), ground)
     pen = ImageDraw.Draw(canvas)
-    for placement in place(scene, rng):
+    for placement in place(scene, rng, style):
         fill = palette_colour(placement.item.colour, style)
         _draw_item(pen, placement, fill, ground, style)
     small = canvas.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
@@ -218,58 +232,12 @@ def coverage(placement: Placement, style: Style = "plain") -> NDArray[np.float32
 def palette_colour(name: str, style: Style = "plain", *, ground: bool = False) -> Rgb:
     """Gives the RGB value (0 to 255) a style uses for an object's or a background's colour."""
     red, green, blue = (BACKGROUNDS if ground else COLOURS)[name]
-    if style != "night":
-        return red, green, blue
-    r_light, g_light, b_light = NIGHT_LIGHT
+    r_light, g_light, b_light = LOOKS[style].light
     return round(red * r_light), round(green * g_light), round(blue * b_light)
-
-
-def contours(shape: str) -> list[list[tuple[float, float]]]:
-    """Gives a shape's closed contours in the unit circle, y down; a second one is a hole."""
-    match shape:
-        case "circle":
-            return [_regular(48, 1.0)]
-        case "square":
-            return [[(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]]
-        case "triangle":
-            return [[(0.0, -1.0), (0.95, 0.72), (-0.95, 0.72)]]
-        case "star":
-            points = zip(_regular(5, 1.0), _regular(5, 0.42, math.pi / 5), strict=True)
-            return [[point for pair in points for point in pair]]
-        case "diamond":
-            return [[(0.0, -1.0), (0.7, 0.0), (0.0, 1.0), (-0.7, 0.0)]]
-        case "ring":
-            return [_regular(48, 1.0), _regular(48, 0.55)]
-        case "cross":
-            return [_cross(0.34)]
-        case "heart":
-            return [[_heart(2 * math.pi * step / 48) for step in range(48)]]
-    raise ValueError(f"unknown shape: {shape!r}")
 
 
 def _with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
-def _regular(corners: int, radius: float, turn: float = 0.0) -> list[tuple[float, float]]:
-    angles = (turn + 2 * math.pi * corner / corners for corner in range(corners))
-    return [(radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
-
-
-def _cross(arm: float) -> list[tuple[float, float]]:
-    quarter = [(-arm, -1.0), (arm, -1.0), (arm, -arm)]
-    points = list(quarter)
-    for _ in range(3):
-        quarter = [(-y, x) for x, y in quarter]
-        points += quarter
-    return points
-
-
-def _heart(angle: float) -> tuple[float, float]:
-    x = 16 * math.sin(angle) ** 3
-    y = 13 * math.cos(angle) - 5 * math.cos(2 * angle) - 2 * math.cos(3 * angle)
-    y -= math.cos(4 * angle)
-    return x / 17, -(y + 2.5) / 17
 
 
 def _on_canvas(
@@ -288,7 +256,7 @@ def _draw_item(
     pen: ImageDraw.ImageDraw, placement: Placement, fill: Rgb, ground: Rgb, style: Style
 ) -> None:
     lines = [_on_canvas(placement, contour) for contour in contours(placement.item.shape)]
-    if style == "outline":
+    if LOOKS[style].outlined:
         width = round(OUTLINE_WIDTH * _OVERSAMPLING)
         for points in lines:
             pen.line([*points, *points[:2]], fill=fill, width=width, joint="curve")
