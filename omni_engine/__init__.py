@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from omni_engine.engine.handles import RequestEvent
     from omni_engine.engine.omni import AsyncOmni, Omni
     from omni_engine.protocol.errors import OmniError
+    from omni_engine.protocol.lora_info import LoRAInfo
     from omni_engine.protocol.outputs import DiffusionOutput
     from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
     from omni_engine.stages.contracts import DiffusionRequestBatch, StepBatch, StepRequestState
@@ -22,6 +23,7 @@ __all__ = [
     "AsyncOmniClient",
     "DiffusionOutput",
     "DiffusionRequestBatch",
+    "LoRAInfo",
     "LoRARequest",
     "Omni",
     "OmniClient",
@@ -37,6 +39,7 @@ _HOMES = {
     "AsyncOmniClient": "engine.async_client",
     "DiffusionOutput": "protocol.outputs",
     "DiffusionRequestBatch": "stages.contracts",
+    "LoRAInfo": "protocol.lora_info",
     "LoRARequest": "protocol.sampling",
     "Omni": "engine.omni",
     "OmniClient": "engine.client",
