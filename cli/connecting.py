@@ -27,7 +27,8 @@ def resolve_endpoint(address: str) -> str:
     from pydantic import TypeAdapter, ValidationError
 
     from omni_engine.engine.endpoints import check_endpoint, default_endpoint
-    from omni_engine.stages.config import Endpoint, allowed
+    from omni_engine.stages.config import Endpoint
+    from omni_engine.stages.config_words import allowed
 
     if address == AUTO:
         address = default_endpoint()

@@ -2,8 +2,8 @@
 
 Public names: ``DeployConfig``, ``StageConfig``, ``EngineArgs``, ``RuntimeArgs``, ``Limits``,
 ``LoRAModule``, ``DefaultLoRA``, ``SamplingDefaults``, ``parse_devices``, ``resolve_model``,
-``resolve_adapter``, ``model_name``, ``known_keys``, ``allowed``, ``BUNDLED_ADAPTERS``, and from
-``yaml_source`` the errors ``ConfigProblem``, ``ConfigFileError``, ``UnsupportedConfigError``.
+``resolve_adapter``, ``model_name``, ``BUNDLED_ADAPTERS``, and from ``yaml_source`` the errors
+``ConfigProblem``, ``ConfigFileError``, ``UnsupportedConfigError``.
 
 Files are read by ``omni_engine.stages.settings.load_settings``. It also checks what concerns
 several values at once: duplicate names, defaults beyond the limits, files that don't exist.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,7 +22,6 @@ from omni_engine.protocol.errors import ConfigError, nearest
 from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR
 from omni_engine.stages.yaml_source import ConfigFileError as ConfigFileError
 from omni_engine.stages.yaml_source import ConfigProblem as ConfigProblem
-from omni_engine.stages.yaml_source import Loc
 from omni_engine.stages.yaml_source import UnsupportedConfigError as UnsupportedConfigError
 
 BUNDLED_ADAPTERS = ("outline", "night")
@@ -271,51 +269,3 @@ class DeployConfig(_Model):
     endpoint: Endpoint | None = None
     limits: Limits = Limits()
     stage_args: Annotated[tuple[StageConfig, ...], Field(strict=False, min_length=1)]
-
-
-_NOUNS = {
-    **{"integer": "an integer", "number": "a number", "string": "text", "array": "a list"},
-    **{"boolean": "true or false", "object": "a mapping"},
-}
-_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_BOUNDS |= {"minItems": "with a length >="}
-
-
-@cache
-def _schema() -> dict[str, Any]:
-    return DeployConfig.model_json_schema()
-
-
-def _schema_at(loc: Loc) -> dict[str, Any]:
-    node = _schema()
-    for part in loc:
-        node = _container(node)
-        inside = node if isinstance(part, int) else node.get("properties", {})
-        node = inside.get("items" if isinstance(part, int) else part, {})
-    return node
-
-
-def _container(node: dict[str, Any]) -> dict[str, Any]:
-    node = node["anyOf"][0] if "anyOf" in node else node
-    target: dict[str, Any] = _schema()["$defs"].get(node.get("$ref", "").rpartition("/")[2], node)
-    return target
-
-
-def known_keys(loc: Loc) -> list[str]:
-    """Return the keys that the mapping at ``loc`` may have."""
-    return list(_container(_schema_at(loc)).get("properties", {}))
-
-
-def allowed(loc: Loc) -> str:
-    """Return what the value at ``loc`` may be, in words: ``an integer >= 1 or null``."""
-    node = _schema_at(loc)
-    text = _in_words(_container(node))
-    return f"{text}, or null" if "anyOf" in node else text
-
-
-def _in_words(node: dict[str, Any]) -> str:
-    if "enum" in node:
-        return f"one of {', '.join(node['enum'])}"
-    noun = node.get("wanted") or node.get("const") or _NOUNS.get(node.get("type", ""), "plain data")
-    bounds = [f"{sign} {node[key]}" for key, sign in _BOUNDS.items() if key in node]
-    return f"{noun} {' and '.join(bounds)}".strip()

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from omni_engine.protocol.errors import ConfigError, nearest, shorten
 from omni_engine.stages import config as schema
+from omni_engine.stages.config_words import allowed, known_keys
 from omni_engine.stages.yaml_source import Loc, dotted
 
 _STAGE: Loc = ("stage_args", 0)
@@ -57,7 +58,7 @@ def explain(error: ErrorDetails) -> Finding:
         loc = loc[: loc.index("extra_args") + 2]  # pydantic goes on with the kinds it tried
     if kind == "extra_forbidden":
         return Finding(loc, "unknown key", _key_hint(loc))
-    wanted = "a finite number" if kind == "finite_number" else schema.allowed(loc)
+    wanted = "a finite number" if kind == "finite_number" else allowed(loc)
     if kind == "missing":
         return Finding(loc, f"is missing; expected {wanted}")
     message = f"expected {wanted}, got {_shown(value)}"
@@ -65,7 +66,7 @@ def explain(error: ErrorDetails) -> Finding:
 
 
 def _key_hint(loc: Loc) -> str:
-    known, key = schema.known_keys(loc[:-1]), str(loc[-1])
+    known, key = known_keys(loc[:-1]), str(loc[-1])
     if key in OVERRIDES:
         parents = ".".join(part for part in OVERRIDES[key][:-1] if isinstance(part, str))
         return f"it belongs under {parents}" if parents else "it belongs to the top level"
@@ -124,6 +125,8 @@ def relations(data: Any) -> Iterator[Finding]:
         if names[(*at, "name")] is None and isinstance(dig(args, "model"), str):
             names[(*at, "engine_args", "model")] = schema.model_name(args["model"])
         yield from _adapter_findings(args, (*at, "engine_args"))
+        yield from _adapter_room_findings(args, (*at, "engine_args"))
+        yield from _useless_adapter_findings(args, (*at, "engine_args"))
         yield from _default_findings(data, args, (*at, "engine_args", "default_sampling_params"))
         yield from _useless_findings(args, dig(stage, "runtime"), at)
     yield from _repeated(ids)
@@ -151,11 +154,70 @@ def _adapter_findings(args: Any, at: Loc) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding((*loc, "path"), error.message, error.hint)
     yield from _repeated(names)
+    folders = dig(args, "lora_dirs")
+    for index, folder in enumerate(folders if isinstance(folders, list) else ()):
+        if isinstance(folder, str) and folder.strip() and not os.path.isdir(folder):
+            yield Finding((*at, "lora_dirs", index), f"there is no folder {folder}")
     default, known = dig(args, "default_lora", "name"), {str(name) for name in names.values()}
     if isinstance(default, str) and default not in known:
         close = nearest(default, known)
         hint = f"did you mean {close}?" if close else "register it in lora_modules"
         yield Finding((*at, "default_lora", "name"), f"no adapter {default!r} is registered", hint)
+
+
+def _adapter_room_findings(args: Any, at: Loc) -> Iterator[Finding]:
+    """Yield what asks for more adapters in memory than may be there."""
+    most, kept = _count(args, "max_loras"), _count(args, "max_cpu_loras")
+    pins, preloads = (_flagged(args, flag) for flag in ("pin", "preload"))
+    mixed = _mixed_limit(args)
+    needed = len(pins) + (mixed or 1)
+    if most is not None and needed > most:
+        others = f"{mixed} of max_mixed_adapters" if mixed else "1 for all others"
+        message = f"max_loras is {most}, but {len(pins)} pinned adapters and {others} need {needed}"
+        loc: Loc = ("max_mixed_adapters",) if mixed else pins[-1] if pins else ("max_loras",)
+        yield Finding((*at, *loc), message, f"set max_loras to {needed} at least")
+    if most is not None and kept is not None and len(preloads) > max(most, kept):
+        message = f"{len(preloads)} adapters are preloaded, but a worker keeps {max(most, kept)}"
+        yield Finding((*at, *preloads[-1]), message, "raise max_cpu_loras, or preload fewer")
+
+
+def _flagged(args: Any, flag: str) -> list[Loc]:
+    """Return the places of a flag, below the stage's arguments, where it is set for an adapter."""
+    modules = dig(args, "lora_modules")
+    numbered = enumerate(modules if isinstance(modules, list) else ())
+    return [("lora_modules", i, flag) for i, module in numbered if dig(module, flag) is True]
+
+
+def _mixed_limit(args: Any) -> int | None:
+    """Return how many adapters a batch may hold, where that is set."""
+    limit = dig(args, "max_mixed_adapters")
+    return limit if dig(args, "mixed_lora") is True and type(limit) is int and limit > 0 else None
+
+
+def _count(args: Any, name: str) -> int | None:
+    """Return a setting of at least 1, or its default; None if it is wrong in itself."""
+    given = dig(args, name)
+    value = schema.EngineArgs.model_fields[name].default if given is None else given
+    return value if type(value) is int and value > 0 else None
+
+
+def _useless_adapter_findings(args: Any, at: Loc) -> Iterator[Finding]:
+    mixed, merged = dig(args, "mixed_lora") is True, dig(args, "lora_merge") == "auto"
+    if dig(args, "max_mixed_adapters") is not None and not mixed:
+        message = "max_mixed_adapters has no effect without mixed_lora"
+        loc = (*at, "max_mixed_adapters")
+        yield Finding(loc, message, "set mixed_lora: true", unsupported=True)
+    if merged and dig(args, "deterministic") is True:
+        message = (
+            "with lora_merge a picture depends, by rounding, on what ran before, "
+            "and deterministic rules that out"
+        )
+        yield Finding((*at, "lora_merge"), message, "leave one of them out", unsupported=True)
+    if not dig(args, "lora_modules") and not dig(args, "lora_dirs"):
+        for name in [*["mixed_lora"] * mixed, *["lora_merge"] * merged]:
+            message = f"{name} has no effect without adapters"
+            hint = "register adapters in lora_modules, or set lora_dirs"
+            yield Finding((*at, name), message, hint, unsupported=True)
 
 
 def _default_findings(data: Any, args: Any, at: Loc) -> Iterator[Finding]:

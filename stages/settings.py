@@ -162,9 +162,11 @@ class _Draft:
                 continue
             if loc[2:] == ("engine_args", "model"):
                 _put(self.data, loc, schema.resolve_model(value, folder))
-            if (loc[2:4], loc[5:]) == (("engine_args", "lora_modules"), ("path",)):
+            is_module = (loc[2:4], loc[5:]) == (("engine_args", "lora_modules"), ("path",))
+            is_folder = loc[2:4] == ("engine_args", "lora_dirs") and len(loc) == 5 and value.strip()
+            if (is_module and not value.startswith("bundled:")) or is_folder:
                 path = os.path.abspath(os.path.join(folder, os.path.expanduser(value)))
-                _put(self.data, loc, value if value.startswith("bundled:") else path)
+                _put(self.data, loc, path)
 
     def _option(self, loc: Loc) -> Loc | None:
         return next((start for start in _starts(loc) if start in self.options), None)
@@ -191,14 +193,16 @@ def _starts(loc: Loc) -> Iterator[Loc]:
 
 
 def _put(data: Any, loc: Loc, value: object) -> bool:
-    for part in loc[:-1]:
+    *parents, last = loc
+    for part in parents:
         if isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
         else:
             data = data.setdefault(part, {}) if isinstance(data, dict) else None
-    if isinstance(data, dict):
-        data[loc[-1]] = value
-    return isinstance(data, dict)
+    if isinstance(data, dict) or (isinstance(data, list) and isinstance(last, int)):
+        data[last] = value
+        return True
+    return False
 
 
 def _plain(value: object) -> object:

@@ -29,9 +29,8 @@ from omni_engine.stages.config import (
     RuntimeArgs,
     SamplingDefaults,
     StageConfig,
-    allowed,
-    known_keys,
 )
+from omni_engine.stages.config_words import allowed, known_keys
 from omni_engine.stages.settings import OVERRIDES, load_settings
 from omni_engine.stages.yaml_source import MAX_FILE_BYTES, MAX_NODES, Loc, dotted, parse_yaml
 
@@ -130,6 +129,12 @@ ENGINE_ARG_MISTAKES = [
         ["'a' is in use already", f"{ENGINE_ARGS}.lora_modules[0].name"],
     ),
     ("default_lora: {name: a}", "default_lora.name", ["no adapter 'a' is registered"]),
+    ("lora_dirs: loras", "lora_dirs", ["a list", '("loras")']),
+    ("lora_dirs: ['']", "lora_dirs[0]", ["a name or path", 'a string ("")']),
+    ("lora_dirs: [gone]", "lora_dirs[0]", ["there is no folder /", "/gone"]),
+    ("max_cpu_loras: 0", "max_cpu_loras", ["an integer >= 1", "got 0"]),
+    ("lora_merge: aut", "lora_merge", ["one of off, auto", "did you mean auto?"]),
+    ("mixed_lora: yes", "mixed_lora", ["true or false", "write true without quotes"]),
     ("default_sampling_params: {heigth: 5}", "default_sampling_params.heigth", ["mean height?"]),
     ("default_sampling_params: {strength: 2}", "default_sampling_params.strength", ["<= 1"]),
     ("default_sampling_params: {sigmas: []}", "default_sampling_params.sigmas", ["length >= 1"]),
@@ -160,6 +165,80 @@ def test_a_mistake_is_named_with_its_line_path_and_remedy(
     assert problem.path == f"{ENGINE_ARGS}.{path}"
     for part in parts:
         assert part in str(problem)
+
+
+PINNED = "lora_modules: [{name: a, path: 'bundled:night', pin: true}]\n"
+PRELOADED = (
+    "lora_modules: [{name: a, path: 'bundled:night', preload: true}, "
+    "{name: b, path: 'bundled:outline', preload: true}]\n"
+)
+MIXED = "mixed_lora: true\nmax_mixed_adapters: 3\n"
+
+# Several lines under engine_args: the lines, the path's last part, what the message must contain.
+ADAPTER_ROOM_MISTAKES = [
+    (
+        f"{PINNED}max_loras: 1",
+        "lora_modules[0].pin",
+        "max_loras is 1, but 1 pinned adapters and 1 for all others need 2; set max_loras to 2",
+    ),
+    (
+        f"{PINNED}{MIXED}max_loras: 3",
+        "max_mixed_adapters",
+        "max_loras is 3, but 1 pinned adapters and 3 of max_mixed_adapters need 4",
+    ),
+    (
+        f"lora_dirs: [/]\n{MIXED}max_loras: 2",
+        "max_mixed_adapters",
+        "max_loras is 2, but 0 pinned adapters and 3 of max_mixed_adapters need 3",
+    ),
+    (
+        f"{PRELOADED}max_loras: 1\nmax_cpu_loras: 1",
+        "lora_modules[1].preload",
+        "2 adapters are preloaded, but a worker keeps 1; raise max_cpu_loras, or preload fewer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "path", "message"), ADAPTER_ROOM_MISTAKES)
+def test_more_adapters_in_memory_than_fit_are_refused_with_the_numbers(
+    write: Write, lines: str, path: str, message: str
+) -> None:
+    problem = only_problem(write(stage_file(lines)))
+    assert problem.path == f"{ENGINE_ARGS}.{path}"
+    assert problem.line is not None
+    assert message in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("lines", "mixed"),
+    [
+        (f"{PINNED}max_loras: 2", None),
+        (f"{PINNED}{MIXED}max_loras: 4", 3),
+        (f"{PINNED}mixed_lora: true\nmax_loras: 4", 3),
+        (f"{PINNED}mixed_lora: true\nmax_loras: 2", 1),
+        (f"{PRELOADED}max_loras: 1\nmax_cpu_loras: 2\nlora_merge: auto", None),
+        (f"{PRELOADED}max_loras: 2\nmax_cpu_loras: 1", None),
+        ("lora_dirs: [/]\nlora_merge: auto\nmixed_lora: true", 8),
+    ],
+)
+def test_adapters_that_fit_are_accepted(write: Write, lines: str, mixed: int | None) -> None:
+    (stage,) = load_settings(config_path=write(stage_file(lines))).config.stage_args
+    assert stage.engine_args.mixed_adapters_limit == mixed
+
+
+def test_adapter_folders_are_relative_to_the_file_or_the_working_directory(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (tmp_path / "a", elsewhere / "a"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(elsewhere))
+    file = write(stage_file("lora_dirs: [a, ~/a]"))
+    from_file = load_settings(config_path=file).config.stage_args[0].engine_args
+    assert from_file.lora_dirs == (str(tmp_path / "a"), str(elsewhere / "a"))
+    given = load_settings(config_path=file, overrides={"lora_dirs": ["a"]})
+    assert given.config.stage_args[0].engine_args.lora_dirs == (str(elsewhere / "a"),)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +391,10 @@ def test_an_alias_repeats_its_value(write: Write) -> None:
         ("max_stall_ms: 5", "", "engine_args.max_stall_ms"),
         ("scheduling_policy: fifo\nmax_skip_ms: 5", "", "engine_args.max_skip_ms"),
         ("revision: main", "", "engine_args.revision"),
+        (f"{PINNED}max_mixed_adapters: 2", "", "engine_args.max_mixed_adapters"),
+        ("mixed_lora: true", "", "engine_args.mixed_lora"),
+        ("lora_merge: auto", "", "engine_args.lora_merge"),
+        (f"{PINNED}deterministic: true\nlora_merge: auto", "", "engine_args.lora_merge"),
         ("", 'devices: "0"\nthreads: 2', "runtime.threads"),
     ],
 )
