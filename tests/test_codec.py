@@ -19,6 +19,7 @@ import zmq
 from hypothesis import given, settings
 
 from omni_engine.protocol import codec
+from omni_engine.protocol.adapters import Adapter, AdapterActivation
 from omni_engine.protocol.codec import decode, encode
 from omni_engine.protocol.errors import (
     ERRORS_BY_CODE,
@@ -33,8 +34,6 @@ from omni_engine.protocol.errors import (
 )
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import (
-    Adapter,
-    AdapterActivation,
     BatchPlan,
     PipelineCapabilities,
     WorkerSpec,
@@ -465,10 +464,11 @@ ADAPTER = Adapter("night", "/models/night.safetensors", "ab" * 32, 0.8)
 
 def test_a_plan_round_trips() -> None:
     request = build_request("a", OmniDiffusionSamplingParams(seed=1), request_id="r")
-    for activation in (None, AdapterActivation(ADAPTER, 0.5)):
-        plan = BatchPlan(9, (request, request), activation)
+    one = AdapterActivation((ADAPTER,), (0.5,))
+    for activations in ((None, None), (one, None), (one, one)):
+        plan = BatchPlan(9, (request, request), activations)
         back = BatchPlan.from_wire(decode(frames_of(plan.to_wire())))
-        assert (back.plan_id, back.activation) == (9, activation)
+        assert (back.plan_id, back.activations) == (9, activations)
         assert same(back.to_wire(), plan.to_wire())
 
 
@@ -487,9 +487,7 @@ def test_capabilities_round_trip() -> None:
 
 
 def test_a_workers_spec_round_trips() -> None:
-    spec = WorkerSpec(
-        "w", "ipc:///x", {"max_loras": 2, "pipeline": None}, "m", "cpu", 1, (ADAPTER,)
-    )
+    spec = WorkerSpec("w", "ipc:///x", {"max_loras": 2, "pipeline": None}, "m", "cpu", 1)
     assert WorkerSpec.from_wire(decode(frames_of(spec.to_wire()))) == spec
 
 

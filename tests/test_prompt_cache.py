@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_stable_diffusion
 
+from omni_engine.worker.adapter_access import NoAdapters
 from omni_engine.worker.certification import make_stepper
 from omni_engine.worker.cooperative import CooperativeCall, CooperativeStepper
 from omni_engine.worker.fusion import Call
@@ -136,14 +137,27 @@ def test_encoders_and_decoders_are_shared_and_exact(sd: Any) -> None:
     assert not torch.equal(first[0], first[3]), "equal prompts, but other seeds"
 
 
-def test_an_adapter_has_prompts_of_its_own(sd: Any) -> None:
-    stepper = make_stepper(sd, FusionReport(True, ""), prompt_cache_size=8)
+class OneAdapter(NoAdapters):
+    """Tells of an adapter that has a part for one component."""
+
+    component = ""
+
+    def identity(self, request_id: str | None, component: str | None) -> Any:
+        return (("digest", 1.0),) if component == self.component else None
+
+
+def test_an_adapter_of_the_encoder_has_prompts_of_its_own(sd: Any) -> None:
+    adapters = OneAdapter()
+    stepper = make_stepper(sd, FusionReport(True, ""), prompt_cache_size=8, adapters=adapters)
     run(sd, ["a cat"], stepper)
     before = stepper.prompts.misses
-    stepper.use_adapter(("digest", 1.0))
+    adapters.component = "unet"
+    run(sd, ["a cat"], stepper)
+    assert stepper.prompts.misses == before, "it does not change the encoder"
+    adapters.component = "text_encoder"
     run(sd, ["a cat"], stepper)
     assert stepper.prompts.misses == before + 2
-    stepper.use_adapter(None)
+    adapters.component = ""
     run(sd, ["a cat"], stepper)
     assert stepper.prompts.misses == before + 2
     stepper.close()

@@ -17,7 +17,8 @@ from support_pipelines import pattern
 from omni_engine import DiffusionOutput, LoRARequest, Omni, OmniDiffusionSamplingParams
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.keys import request_key
-from omni_engine.protocol.plans import Adapter, AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.adapters import Adapter, AdapterActivation
+from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import build_request
 
 Params = OmniDiffusionSamplingParams
@@ -364,7 +365,7 @@ def test_declared_guidance_is_private_to_a_stepped_request_and_adapters_never_ar
     )
     guided = step_key(declared, true_cfg_scale=4.0, negative_prompt="b")
     assert guided == step_key(declared)
-    activation = AdapterActivation(Adapter("n", "p", "d"), 1.0)
+    activation = AdapterActivation((Adapter("n", "p", "d"),), (1.0,))
     request = build_request("a")
     with_adapter = request_key(request, declared, activation, step_execution=True)
     assert with_adapter != step_key(declared)

@@ -17,6 +17,9 @@ from omni_engine.protocol.plans import PipelineCapabilities, WorkerSpec
 from omni_engine.stages.contracts import DiffusionRequestBatch
 from omni_engine.stages.families import family_of
 from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.adapter_access import AdapterAccess
+from omni_engine.worker.adapter_library import AdapterLibrary
+from omni_engine.worker.adapter_runtime import AdapterRuntime
 from omni_engine.worker.certificates import (
     Certificate,
     CertificateStore,
@@ -32,10 +35,12 @@ from omni_engine.worker.certification import (
 from omni_engine.worker.declared import declared_capabilities
 from omni_engine.worker.diffusers_adapter import DiffusersPipeline
 from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.link import EngineLink
+from omni_engine.worker.mixing_certification import certify_mixing
 from omni_engine.worker.model_identity import certificate_key
 from omni_engine.worker.signatures import diffusers_capabilities
 from omni_engine.worker.synthetic import RequestMaker, list_call_requests
-from omni_engine.worker.views import is_exclusive
+from omni_engine.worker.views import is_exclusive, takes_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,7 @@ def is_plain_diffusers(pipe: Any) -> bool:
 
 
 def build_pipeline(
-    pipe: Any, spec: WorkerSpec, aborts: AbortFlags
+    pipe: Any, spec: WorkerSpec, aborts: AbortFlags, adapters: AdapterAccess | None = None
 ) -> tuple[Any, PipelineCapabilities]:
     """Return what serves plans, and what it can do.
 
@@ -63,6 +68,7 @@ def build_pipeline(
         pipe: a diffusers pipeline, or a hand-written one, which serves plans itself.
         spec: the worker's settings.
         aborts: consulted between steps.
+        adapters: makes requests' adapters active; None if the pipeline takes none.
 
     Raises:
         UnsupportedOptionError: if a setting can't take effect on the pipeline.
@@ -79,8 +85,9 @@ def build_pipeline(
         return pipe, declared_capabilities(pipe)
     store = certificate_store(pipe, spec)
     certificate = store.load() or certified_anew(pipe, store)
-    pipeline = wrap(pipe, spec, certificate.report, aborts)
-    may_call_lists = not settings["step_execution"] and not settings["deterministic"]
+    pipeline = wrap(pipe, spec, certificate.report, aborts, adapters)
+    mixes = pipeline.capabilities.mixes_adapters
+    may_call_lists = not (settings["step_execution"] or settings["deterministic"] or mixes)
     family = family_of(type(pipe).__name__)
     if may_call_lists and certificate.report.fused and family.exact_list_call:
         if certificate.list_call is None:
@@ -89,6 +96,28 @@ def build_pipeline(
             store.save(certificate)
         _apply(certificate, pipeline)
     return pipeline, pipeline.capabilities
+
+
+def start_adapters(pipe: Any, spec: WorkerSpec, link: EngineLink) -> AdapterRuntime | None:
+    """Start what loads a pipeline's adapters; None if it takes none.
+
+    Called before anything else wraps the pipeline's modules.
+    """
+    if not takes_adapters(pipe):
+        return None
+    settings = spec.engine_args
+    runtime = AdapterRuntime(
+        pipe,
+        AdapterLibrary(pipe),
+        max_loras=settings["max_loras"],
+        max_cpu_loras=settings["max_cpu_loras"],
+        exact_rows=settings["deterministic"],
+        merge=settings["lora_merge"] == "auto",
+        send=link.post,
+        on_loaded=link.wake,
+    )
+    link.tell_of_adapters(runtime)
+    return runtime
 
 
 def certificate_store(pipe: Any, spec: WorkerSpec) -> CertificateStore:
@@ -106,18 +135,29 @@ def certified_anew(pipe: Any, store: CertificateStore) -> Certificate:
 
 
 def wrap(
-    pipe: Any, spec: WorkerSpec, report: FusionReport, aborts: AbortFlags
+    pipe: Any,
+    spec: WorkerSpec,
+    report: FusionReport,
+    aborts: AbortFlags,
+    adapters: AdapterAccess | None = None,
 ) -> DiffusersPipeline:
     """Return a diffusers pipeline under both contracts, sharing what was certified."""
     settings = spec.engine_args
+    capabilities = dataclasses.replace(
+        diffusers_capabilities(pipe, report), exclusive=is_exclusive(pipe)
+    )
+    if adapters is not None and settings["mixed_lora"]:
+        mixing = certify_mixing(pipe, report, capabilities)
+        capabilities = dataclasses.replace(
+            capabilities, mixes_adapters=mixing.exact, adapters_note=mixing.note
+        )
     stepper = make_stepper(
         pipe,
         report,
         pad_calls_to=settings["max_num_seqs"] if settings["deterministic"] else None,
         prompt_cache_size=settings["prompt_cache_size"],
-    )
-    capabilities = dataclasses.replace(
-        diffusers_capabilities(pipe, report), exclusive=is_exclusive(pipe)
+        adapters=adapters,
+        mix_adapters=capabilities.mixes_adapters,
     )
     if settings["step_execution"]:
         private = capabilities.per_request | (_PRIVATE_WHEN_STEPPED & capabilities.sampling_fields)

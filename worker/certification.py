@@ -43,7 +43,7 @@ HALF_PRECISION_TOLERANCE = 5e-2
 _ROUNDING_MARGIN = 3.0
 """In half precision: how much more a result may differ than by denoiser outputs' last bits."""
 
-_UNFUSED = FusionReport(False, "")
+UNFUSED = FusionReport(False, "")
 
 ObservedRules = Mapping[str, Mapping[str, Kind]]
 """Kinds of arguments, by component and argument."""
@@ -65,7 +65,7 @@ def certify(pipe: Any, capabilities: PipelineCapabilities) -> FusionReport:
     for inputs in dict.fromkeys((capabilities.required_inputs, capabilities.inputs)):
         requests = certification_requests(RequestMaker(pipe, capabilities, inputs))
         try:
-            alone, calls = _results(pipe, requests, _UNFUSED)
+            alone, calls = run_requests(pipe, requests, UNFUSED)
         except Exception as error:  # noqa: BLE001  # boundary: certification; it still runs unfused
             failure = str(error) or type(error).__name__
             continue
@@ -143,7 +143,7 @@ def _certified(
     calls: int,
 ) -> FusionReport:
     """Compare with the observed rules; without them, if that doesn't pass."""
-    report = _UNFUSED
+    report = UNFUSED
     for rules in (observed, {}) if observed else ({},):
         found = FusionReport(True, "", sources=_sources(pipe, rules), observed=rules)
         try:
@@ -176,7 +176,7 @@ def _compare(
     report = wanted
     for encoders in (True, False):
         wanted = dataclasses.replace(wanted, encoders=encoders)
-        together, stepper = _results(pipe, requests, wanted)
+        together, stepper = run_requests(pipe, requests, wanted)
         if stepper.forwards == calls:
             return _refused(wanted, "it is not clear how its calls combine")
         apart = _differences(alone, together)
@@ -209,7 +209,7 @@ def _rounding(
 
     hooks = [module.register_forward_hook(disturb) for module in denoisers(pipe)]
     try:
-        disturbed, _ = _results(pipe, requests, _UNFUSED)
+        disturbed, _ = run_requests(pipe, requests, UNFUSED)
     finally:
         for hook in hooks:
             hook.remove()
@@ -260,11 +260,25 @@ def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _results(
-    pipe: Any, requests: list[DiffusionRequest], report: FusionReport
+def run_requests(
+    pipe: Any, requests: list[DiffusionRequest], report: FusionReport, **options: Any
 ) -> tuple[list[npt.NDArray[np.float64]], CooperativeStepper]:
+    """Run requests under way together on a stepper of their own.
+
+    Args:
+        pipe: a diffusers pipeline that no other stepper wraps.
+        requests: one picture of each is made.
+        report: what may be shared.
+        options: see ``CooperativeStepper``.
+
+    Returns:
+        One picture, clip or waveform per request, and the stepper, closed, for its counts.
+
+    Raises:
+        Exception: whatever the first request that failed raised.
+    """
     builder = CallBuilder(pipe)
-    stepper = make_stepper(pipe, report)
+    stepper = make_stepper(pipe, report, **options)
     try:
         calls = [
             stepper.start(builder.single(Row(request, 0)), request.seed, request.request_id)

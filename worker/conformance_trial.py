@@ -19,7 +19,7 @@ from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepBatch, StepRequestState
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.adapter_access import NoAdapters
 from omni_engine.worker.step_runner import StepRunner
 
 _MOST_TICKS = 10_000
@@ -144,7 +144,7 @@ class Trial:
         self.watched = Watched(pipeline, injection)
         self._aborts = AbortFlags()
         self._runner = StepRunner(
-            self.watched, AdapterSwitch(None), self._aborts, "trial", one_at_a_time=exclusive
+            self.watched, NoAdapters(), self._aborts, "trial", one_at_a_time=exclusive
         )
         self._plan_ids = itertools.count()
         self._requests: list[Reference] = []
@@ -159,13 +159,14 @@ class Trial:
         ids = [request.request_id for request in watched]
         self._running |= dict.fromkeys(ids, group)
         self._aborts.expect(ids)
-        self._runner.add(StepPlan(next(self._plan_ids), group, watched, ticks=0))
+        bare = (None,) * len(watched)
+        self._runner.add(StepPlan(next(self._plan_ids), group, watched, bare, ticks=0))
 
     def tick(self, group: int | None = None) -> StepReport:
         """Run one tick of a group; without one, of the group of the oldest running request."""
         if group is None:
             group = next(iter(self._running.values()))
-        self._runner.add(StepPlan(next(self._plan_ids), group, (), ticks=1))
+        self._runner.add(StepPlan(next(self._plan_ids), group, (), (), ticks=1))
         report = self._runner.tick()
         self.ticks += 1
         for output in report.outputs:

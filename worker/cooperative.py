@@ -11,11 +11,12 @@ and only the culprit gets the error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
 from omni_engine.worker.call_rules import Kind
 from omni_engine.worker.cooperative_call import Answer as Answer
 from omni_engine.worker.cooperative_call import CooperativeCall as CooperativeCall
@@ -39,6 +40,8 @@ class CooperativeStepper:
             encoders and decoders run alone: results don't depend on company by a single bit.
         prompt_cache_size: encoder outputs remembered.
         observed: how the arguments of a module combine, as far as probing found out.
+        adapters: makes each request's adapters active in its forwards.
+        mix_adapters: whether calls under different adapters share a denoiser's forwards.
 
     Attributes:
         live: the calls under way.
@@ -57,24 +60,32 @@ class CooperativeStepper:
         pad_calls_to: int | None = None,
         prompt_cache_size: int = 0,
         observed: Mapping[torch.nn.Module, Mapping[str, Kind]] | None = None,
+        adapters: AdapterAccess | None = None,
+        mix_adapters: bool = False,
     ) -> None:
         self._pipe = pipe
+        self.adapters = adapters or NoAdapters()
         self.prompts = PromptCache(prompt_cache_size)
         self._shared = SharedForwards(
             fused=fused and not is_exclusive(pipe),
             max_rows=max_rows,
             pad_calls_to=pad_calls_to,
             prompts=self.prompts,
+            adapters=self.adapters,
+            mix_adapters=mix_adapters,
         )
         self.live: list[CooperativeCall] = []
         self._points: list[SuspensionPoint] = []
+        names = {m: n for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
         for role, modules in (
             (Role.DENOISE, denoisers),
             (Role.ENCODE, encoders),
             (Role.DECODE, autoencoders),
         ):
             for module in dict.fromkeys(modules):
-                self._points.append(SuspensionPoint(module, role, (observed or {}).get(module)))
+                rules, name = (observed or {}).get(module), names.get(module)
+                point = SuspensionPoint(module, role, component=name, observed=rules)
+                self._points.append(point)
 
     @property
     def fused(self) -> bool:
@@ -100,10 +111,6 @@ class CooperativeStepper:
     def direct_forwards(self) -> int:
         """Denoiser forwards from outside of any request's greenlet."""
         return sum(p.direct_calls for p in self._points if p.role is Role.DENOISE)
-
-    def use_adapter(self, identity: Hashable) -> None:
-        """Take note of the active adapter: remembered prompts depend on it."""
-        self._shared.adapter = identity
 
     def start(
         self, arguments: dict[str, Any], seed: int, owner: str, **options: Any
@@ -137,9 +144,7 @@ class CooperativeStepper:
 
     def answer_alone(self, call: CooperativeCall) -> Answer:
         """Run a suspended call by itself, uncounted, or remember its answer."""
-        if call.pending is None:
-            return Answer()
-        return self._shared.remembered(call) or self._shared.run_alone(call.pending)
+        return self._shared.remembered(call) or self._shared.run_alone(call)
 
     def resume(self, call: CooperativeCall, answer: Answer) -> None:
         """Resume a call; one that ends is forgotten."""

@@ -12,6 +12,7 @@ from omni_engine.protocol import codec
 from omni_engine.protocol.errors import InvalidRequestError, PipelineContractError
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+from omni_engine.worker.views import takes_adapters
 
 
 def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
@@ -25,7 +26,7 @@ def declared_capabilities(pipeline: Any) -> PipelineCapabilities:
     inferred = {
         "pipeline": type(pipeline).__name__,
         "supports_request_batch": _only_has_steps(pipeline) and not found.get("exclusive", False),
-        "supports_lora": hasattr(pipeline, "load_lora_weights"),
+        "supports_lora": takes_adapters(pipeline),
         "makes_previews": found.get("supports_step_execution", False)
         and hasattr(pipeline, "preview"),
     }

@@ -96,7 +96,14 @@ class DiffusersPipeline:
     ) -> list[DiffusionOutput]:
         """Step the batch from start to end, request by request if forwards can't be shared."""
         one_at_a_time = not self.supports_request_batch
-        return run_wave(self, batch, self._aborts.is_set, on_states, one_at_a_time=one_at_a_time)
+        return run_wave(
+            self,
+            batch,
+            self._aborts.is_set,
+            on_states,
+            one_at_a_time=one_at_a_time,
+            adapters=self.stepper.adapters,
+        )
 
     def run_list_call(
         self, batch: DiffusionRequestBatch, on_states: OnStates | None = None

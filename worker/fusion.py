@@ -162,7 +162,7 @@ class Fusion:
         """
         if self.pad_calls_to is None:
             _pad_tokens(calls)
-        members = self._members(calls)
+        members = self.members(calls)
         if not self._pads(calls[0]) and len(calls) == 1:
             return calls[0].arguments
         sizes = [call.rows for call in members]
@@ -185,7 +185,7 @@ class Fusion:
         """
         if not self._pads(calls[0]) and len(calls) == 1:
             return [output]
-        sizes = [call.rows for call in self._members(calls)]
+        sizes = [call.rows for call in self.members(calls)]
         self._write_states_back(calls, fused, sizes)
         lists = any(kind is Kind.ROW_LIST for kind in calls[0].kinds.values())
         return split(output, sizes, lists=lists)[: len(calls)]
@@ -200,8 +200,12 @@ class Fusion:
             for name, kind in call.kinds.items()
         )
 
-    def _members(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls and the copies that fill them up."""
+    def members(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls of a forward, those copies included that fill it up.
+
+        Raises:
+            ValueError: if there are more than ``pad_calls_to``.
+        """
         if self.pad_calls_to is None or not self._pads(calls[0]):
             return list(calls)
         if len(calls) > self.pad_calls_to:

@@ -14,18 +14,40 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import zmq
 
-from omni_engine.protocol import codec, plans
+from omni_engine.protocol import adapters, codec, plans
 from omni_engine.worker.abort import AbortFlags
 
 logger = logging.getLogger(__name__)
 
+WAKE = "wake"
+"""A message of the worker to itself: something changed that its main thread may wait for."""
+
+_ADAPTER_MESSAGES = frozenset(
+    {
+        adapters.ADAPTER_CHECK,
+        adapters.ADAPTER_PREFETCH,
+        adapters.ADAPTER_PIN,
+        adapters.ADAPTER_DROP,
+    }
+)
 _STDIN = 0
 _OUTBOX = "inproc://outbox"
+
+
+class AdapterKeeper(Protocol):
+    """Loads adapters beside the main thread."""
+
+    def on_message(self, message: dict[str, Any]) -> bool:
+        """Act on a message of the engine, without waiting."""
+
+    def expect(self, activations: Iterable[adapters.AdapterActivation | None]) -> None:
+        """Load what a plan that has just arrived needs."""
 
 
 class EngineLink(threading.Thread):
@@ -42,6 +64,8 @@ class EngineLink(threading.Thread):
         self._endpoint = endpoint
         self._aborts = aborts
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._adapter_keeper: AdapterKeeper | None = None
+        self._sending = threading.Lock()
         self._last_progress = time.monotonic()
         self._context = zmq.Context()
         self._engine = self._context.socket(zmq.DEALER)
@@ -55,9 +79,24 @@ class EngineLink(threading.Thread):
         self._outbox.connect(_OUTBOX)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the engine; called from the main thread only."""
+        """Send a message about the main thread's work to the engine."""
         self._last_progress = time.monotonic()
-        self._outbox.send_multipart(codec.encode(message), copy=False)
+        self.post(message)
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Send a message to the engine that says nothing of the main thread; from any thread."""
+        frames = codec.encode(message)
+        with self._sending:
+            if not self._outbox.closed:
+                self._outbox.send_multipart(frames, copy=False)
+
+    def wake(self) -> None:
+        """Let the main thread, if it waits for a message, look again; from any thread."""
+        self._inbox.put({"type": WAKE})
+
+    def tell_of_adapters(self, keeper: AdapterKeeper) -> None:
+        """Hand what concerns adapters to their keeper as soon as it arrives."""
+        self._adapter_keeper = keeper
 
     def receive(self, *, wait: bool = True) -> dict[str, Any] | None:
         """Return the next message: a plan or STOP; None if there is none and ``wait`` is False."""
@@ -68,9 +107,11 @@ class EngineLink(threading.Thread):
 
     def close(self) -> None:
         """Deliver what is queued and end the thread; called from the main thread only."""
-        self._outbox.send(b"")
+        with self._sending:
+            self._outbox.send(b"")
         self.join(timeout=5)
-        self._outbox.close()
+        with self._sending:
+            self._outbox.close()
         self._context.destroy(linger=2000)
 
     def run(self) -> None:
@@ -114,8 +155,16 @@ class EngineLink(threading.Thread):
                 message = codec.decode(frames, trusted=True)
                 if message["type"] == plans.ABORT:
                     self._aborts.set(message["request_ids"])
+                    self.wake()
+                    continue
+                if message["type"] in _ADAPTER_MESSAGES:
+                    if self._adapter_keeper is not None:
+                        self._adapter_keeper.on_message(message)
                     continue
                 if message["type"] != plans.STOP:
+                    if self._adapter_keeper is not None:
+                        activations = adapters.activations_from_wire(message["activations"])
+                        self._adapter_keeper.expect(activations)
                     self._aborts.expect(request["request_id"] for request in message["requests"])
                 self._inbox.put(message)
 

@@ -74,10 +74,9 @@ def _build(
     import diffusers
     import transformers
 
-    from omni_engine.worker.adapter_switch import AdapterSwitch
-    from omni_engine.worker.building import build_pipeline
+    from omni_engine.worker.adapter_access import NoAdapters
+    from omni_engine.worker.building import build_pipeline, start_adapters
     from omni_engine.worker.loading import load_pipeline, parameter_bytes
-    from omni_engine.worker.lora import AdapterManager
     from omni_engine.worker.serving import serve_batches, serve_steps
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
@@ -85,19 +84,11 @@ def _build(
         if not logger.isEnabledFor(logging.INFO):
             library.set_verbosity_error()
     pipe = load_pipeline(spec)
-    pipeline, capabilities = build_pipeline(pipe, spec, aborts)
-    manager = None
-    broken: dict[str, OmniError] = {}
-    if capabilities.supports_lora:
-        manager = AdapterManager(pipe, spec.engine_args["max_loras"])
-        broken = manager.check(spec.adapters)
-    ready = {
-        "capabilities": capabilities.to_wire(),
-        "parameter_bytes": parameter_bytes(pipe),
-        "broken_adapters": {name: error.to_wire() for name, error in broken.items()},
-    }
-    adapters = AdapterSwitch(manager, getattr(pipeline, "stepper", None))
+    runtime = start_adapters(pipe, spec, link)
+    pipeline, capabilities = build_pipeline(pipe, spec, aborts, runtime)
+    ready = {"capabilities": capabilities.to_wire(), "parameter_bytes": parameter_bytes(pipe)}
     serve = serve_steps if spec.engine_args["step_execution"] else serve_batches
+    adapters = runtime or NoAdapters()
     return partial(serve, pipeline, capabilities, adapters, spec, link, aborts), ready
 
 

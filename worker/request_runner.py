@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import time
@@ -17,12 +18,13 @@ from omni_engine.protocol.plans import BatchPlan, StepReport, StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.results import pipeline_error, text_of
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.05
+_NOTHING = contextlib.nullcontext()
 
 
 class RequestRunner:
@@ -30,7 +32,7 @@ class RequestRunner:
 
     Args:
         pipeline: has ``forward(batch)``; its ``supports_request_batch`` decides the batch size.
-        adapters: switches adapters.
+        adapters: makes the requests' adapters active.
         aborts: requests aborted meanwhile.
         worker_id: reported in each output.
         report: told how far the requests are, at most every 50 ms but for previews.
@@ -39,7 +41,7 @@ class RequestRunner:
     def __init__(
         self,
         pipeline: Any,
-        adapters: AdapterSwitch,
+        adapters: AdapterAccess,
         aborts: AbortFlags,
         worker_id: str,
         report: Callable[[StepReport], None],
@@ -57,21 +59,26 @@ class RequestRunner:
     def run(self, plan: BatchPlan) -> list[DiffusionOutput]:
         """Run a plan; return exactly one output per request, in order, and never raise."""
         self._plan_id = plan.plan_id
+        for request, activation in zip(plan.requests, plan.activations, strict=True):
+            self._adapters.assign(request.request_id, activation)
         try:
-            return self._run_under_adapter(plan)
+            return self._run_under_adapters(plan)
         except OmniError as error:
             return [self._failed(request, error) for request in plan.requests]
         finally:
             self._aborts.clear(request.request_id for request in plan.requests)
+            self._adapters.release(request.request_id for request in plan.requests)
 
-    def _run_under_adapter(self, plan: BatchPlan) -> list[DiffusionOutput]:
-        applied = self._adapters.activate(plan.activation)
+    def _run_under_adapters(self, plan: BatchPlan) -> list[DiffusionOutput]:
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
-        for start in range(0, len(plan.requests), size):
-            outputs += self._run_members(plan.requests[start : start + size])
+        shared = set(plan.activations)
+        with self._adapters.everywhere(shared.pop()) if len(shared) == 1 else _NOTHING:
+            for start in range(0, len(plan.requests), size):
+                outputs += self._run_members(plan.requests[start : start + size])
         for output in outputs:
-            output.applied_loras = applied
+            if output.error is None:
+                output.applied_loras = self._adapters.applied(output.request_id)
         return outputs
 
     def _run_members(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:

@@ -7,9 +7,9 @@ from typing import Any
 from omni_engine.protocol import plans
 from omni_engine.protocol.plans import BatchPlan, PipelineCapabilities, StepPlan, WorkerSpec
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.declared import has_forward
-from omni_engine.worker.link import EngineLink
+from omni_engine.worker.link import WAKE, EngineLink
 from omni_engine.worker.request_runner import RequestRunner
 from omni_engine.worker.step_runner import StepRunner
 from omni_engine.worker.wave import WavePipeline
@@ -18,7 +18,7 @@ from omni_engine.worker.wave import WavePipeline
 def serve_batches(
     pipeline: Any,
     capabilities: PipelineCapabilities,
-    adapters: AdapterSwitch,
+    adapters: AdapterAccess,
     spec: WorkerSpec,
     link: EngineLink,
     aborts: AbortFlags,
@@ -30,6 +30,8 @@ def serve_batches(
         pipeline, adapters, aborts, spec.worker_id, lambda report: link.send(report.to_wire())
     )
     while (message := link.receive()) is not None and message["type"] != plans.STOP:
+        if message["type"] == WAKE:
+            continue
         plan = BatchPlan.from_wire(message)
         link.send(plans.outputs_message(plan.plan_id, runner.run(plan)))
 
@@ -37,7 +39,7 @@ def serve_batches(
 def serve_steps(
     pipeline: Any,
     capabilities: PipelineCapabilities,
-    adapters: AdapterSwitch,
+    adapters: AdapterAccess,
     spec: WorkerSpec,
     link: EngineLink,
     aborts: AbortFlags,
@@ -55,5 +57,7 @@ def serve_steps(
         while (message := link.receive(wait=not runner.has_turn)) is not None:
             if message["type"] == plans.STOP:
                 return
+            if message["type"] == WAKE:  # an adapter was loaded: a turn may go on
+                continue
             runner.add(StepPlan.from_wire(message))
         link.send(runner.tick().to_wire())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.cooperative_call import Answer, CooperativeCall
 from omni_engine.worker.fusion import Call, CannotSplitError, Fusion
 from omni_engine.worker.process_state import ProcessState
@@ -37,23 +38,31 @@ class SharedForwards:
         pad_calls_to: with a number, every denoiser forward holds exactly so many calls, and
             encoders and decoders run alone.
         prompts: remembers encoders' outputs.
+        adapters: makes each request's adapters active in its forwards.
+        mix_adapters: whether calls under different adapters share a denoiser's forwards.
 
     Attributes:
-        adapter: the active adapter's identity; encoders may depend on it.
         forwards: denoiser forwards that ran.
         rows: rows in them.
         fallbacks: shared forwards that failed, so that their members ran alone.
     """
 
     def __init__(
-        self, *, fused: bool, max_rows: int, pad_calls_to: int | None, prompts: PromptCache
+        self,
+        *,
+        fused: bool,
+        max_rows: int,
+        pad_calls_to: int | None,
+        prompts: PromptCache,
+        adapters: AdapterAccess,
+        mix_adapters: bool,
     ) -> None:
         self.fused = fused
         self._max_rows, self._pad_calls_to = max_rows, pad_calls_to
         self._padded = Fusion(pad_calls_to=pad_calls_to if fused else None)
         self._plain = Fusion()
         self.prompts = prompts
-        self.adapter: Hashable = None
+        self._adapters, self._mix_adapters = adapters, mix_adapters
         self.forwards = self.rows = self.fallbacks = 0
         self._recent: deque[set[Hashable]] = deque(maxlen=_MAX_HELD)
 
@@ -67,7 +76,8 @@ class SharedForwards:
         groups: dict[Hashable, list[Waiting]] = {}
         for call in calls:
             if call.pending is not None:
-                groups.setdefault(self._key(call.pending), []).append((call, call.pending))
+                key = self._key(call.owner, call.pending)
+                groups.setdefault(key, []).append((call, call.pending))
         answers: dict[CooperativeCall, Answer] = {}
         for members in self._in_step(groups):
             for part in self._parts(members):
@@ -98,7 +108,7 @@ class SharedForwards:
         """Return the remembered answer to a suspended encoder call, or None."""
         if call.pending is None or call.pending.point.role is not Role.ENCODE:
             return None
-        found = self.prompts.get(self.prompts.key(call.pending.call, self.adapter))
+        found = self.prompts.get(self._prompt_key(call, call.pending))
         return None if found is None else Answer(found)
 
     def distinct(self, calls: Iterable[CooperativeCall]) -> list[CooperativeCall]:
@@ -106,22 +116,30 @@ class SharedForwards:
         found: dict[Hashable, CooperativeCall] = {}
         for call in calls:
             if call.pending is not None:
-                key = self.prompts.key(call.pending.call, self.adapter)
+                key = self._prompt_key(call, call.pending)
                 found.setdefault(call if key is None else key, call)
         return list(found.values())
 
-    def run_alone(self, suspended: Suspended) -> Answer:
-        """Run one call by itself, uncounted."""
-        call, hub = suspended.call, ProcessState.current()
+    def run_alone(self, waiting: CooperativeCall) -> Answer:
+        """Run what one call is suspended in by itself, uncounted."""
+        if waiting.pending is None:
+            return Answer()
+        (point, call), hub = waiting.pending, ProcessState.current()
         call.modes.apply()
         try:
-            return Answer(suspended.point.original(*call.positional, **call.arguments))
+            with self._adapters.rows(point.component, [(waiting.owner, call.rows)]):
+                return Answer(point.original(*call.positional, **call.arguments))
         except Exception as error:  # noqa: BLE001  # boundary: one request
             return Answer(error=error.with_traceback(None))
         finally:
             hub.modes.apply()
 
-    def _key(self, suspended: Suspended) -> Hashable:
+    def _prompt_key(self, call: CooperativeCall, suspended: Suspended) -> Hashable | None:
+        """Return what must be equal for two encoder calls to have the same output."""
+        identity = self._adapters.identity(call.owner, suspended.point.component)
+        return self.prompts.key(suspended.call, identity)
+
+    def _key(self, owner: str, suspended: Suspended) -> Hashable:
         """Return what must be equal for calls to share a forward."""
         point, call = suspended
         alone_always = self._pad_calls_to is not None and point.role is not Role.DENOISE
@@ -130,7 +148,9 @@ class SharedForwards:
         if point.role is Role.DECODE and _positions(call) > _SHARED_DECODE_POSITIONS:
             return id(call)
         try:
-            return (id(point), self._fusion_of(point).key(call))
+            mixes = self._mix_adapters and point.role is Role.DENOISE
+            identity = None if mixes else self._adapters.identity(owner, point.component)
+            return (id(point), identity, self._fusion_of(point).key(call))
         except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             logger.warning("a call of %s can't be shared: %s", type(point.module).__name__, error)
             return id(call)
@@ -165,7 +185,7 @@ class SharedForwards:
     ) -> None:
         point = members[0][1].point
         try:
-            outputs = self._forward(point, [suspended.call for _, suspended in members])
+            outputs = self._forward(point, members)
         except Exception as error:  # noqa: BLE001  # boundary: one batch
             if len(members) > 1:
                 self.fallbacks += 1
@@ -183,13 +203,17 @@ class SharedForwards:
                 call.counts.add(requests)
             answers[call] = Answer(output)
 
-    def _forward(self, point: SuspensionPoint, calls: Sequence[Call]) -> list[Any]:
+    def _forward(self, point: SuspensionPoint, waiting: Sequence[Waiting]) -> list[Any]:
         fusion, hub = self._fusion_of(point), ProcessState.current()
-        keys = [self.prompts.key(c, self.adapter) for c in calls if point.role is Role.ENCODE]
+        calls = [suspended.call for _, suspended in waiting]
+        keys = [self._prompt_key(*one) for one in waiting if point.role is Role.ENCODE]
+        owner_of = {id(suspended.call): call.owner for call, suspended in waiting}
         calls[0].modes.apply()
         try:
             arguments = fusion.fuse(calls)
-            output = point.original(*calls[0].positional, **arguments)
+            owners = [(owner_of[id(call)], call.rows) for call in fusion.members(calls)]
+            with self._adapters.rows(point.component, owners):
+                output = point.original(*calls[0].positional, **arguments)
             parts = fusion.split(output, calls, arguments)
         finally:
             hub.modes.apply()

@@ -11,6 +11,7 @@ from omni_engine.stages.families import family_of
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.sampler_table import TAKE_ETA, TAKE_SIGMAS
 from omni_engine.worker.samplers import samplers_for
+from omni_engine.worker.views import takes_adapters
 
 _SET_BY_ENGINE = frozenset(
     {
@@ -54,7 +55,7 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
         fields |= {"sampler"}
     else:
         samplers = frozenset()
-    if hasattr(pipe, "load_lora_weights"):
+    if takes_adapters(pipe):
         fields |= {"lora_request"}
     if _ignores_guidance_scale(pipe, fields):
         fields -= {"guidance_scale"}

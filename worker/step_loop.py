@@ -23,6 +23,7 @@ from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepRequestState
+from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
 from omni_engine.worker.results import make_output, pipeline_error, text_of
 from omni_engine.worker.step_calls import batch_of, error_of, parts_of, preview_of, result_of
@@ -47,6 +48,7 @@ class StepLoop:
         is_aborted: whether a request was aborted.
         max_stall_ms: see above, in milliseconds.
         one_at_a_time: for pipelines that can't have two pictures under way.
+        adapters: tells whether a request's adapters are loaded; one whose are not joins later.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class StepLoop:
         *,
         max_stall_ms: float = math.inf,
         one_at_a_time: bool = False,
+        adapters: AdapterAccess | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._is_aborted = is_aborted
         self._max_stall_ms = max_stall_ms
         self._one_at_a_time = one_at_a_time
+        self._adapters = adapters or NoAdapters()
         self._make_state = getattr(pipeline, "make_state", StepRequestState)
         self._residents: dict[str, Resident] = {}
         self._newcomers: deque[Picture] = deque()
@@ -73,6 +77,14 @@ class StepLoop:
     def request_ids(self) -> list[str]:
         """The running requests."""
         return list(self._residents)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a tick can do something without waiting for an adapter to be loaded."""
+        return any(
+            resident.ended or self._adapters.is_ready(request_id) or self._is_aborted(request_id)
+            for request_id, resident in self._residents.items()
+        )
 
     def join(self, requests: Iterable[DiffusionRequest]) -> None:
         """Take requests in; they are encoded in the next tick."""
@@ -153,11 +165,7 @@ class StepLoop:
         if self._one_at_a_time:
             under_way = any(p.prepared and p.result is None for p in self._pictures())
             most = 0 if under_way else 1
-        chunk: list[Picture] = []
-        while self._newcomers and len(chunk) < most:
-            picture = self._newcomers.popleft()
-            if self._resident_of(picture) is not None:
-                chunk.append(picture)
+        chunk = self._take_newcomers(most)
         if not chunk:
             return
         started = time.perf_counter()
@@ -168,6 +176,23 @@ class StepLoop:
             picture.prepared = error is None
             if error is not None:
                 self._fail(picture, error)
+
+    def _take_newcomers(self, most: int) -> list[Picture]:
+        """Return the next newcomers whose adapters are loaded; wait only if nobody runs."""
+        newcomers = [p for p in self._newcomers if self._resident_of(p) is not None]
+        ready = [p for p in newcomers if self._adapters.is_ready(p.request_id)]
+        if newcomers and not ready and not any(p.prepared for p in self._pictures()):
+            ready = newcomers[:1]
+        chunk = ready[:most]
+        self._newcomers = deque(p for p in newcomers if p not in chunk)
+        loaded: list[Picture] = []
+        for picture in chunk:
+            error = error_of(self._adapters.wait_ready, picture.request_id)
+            if error is None:
+                loaded.append(picture)
+            else:
+                self._fail(picture, error)
+        return loaded
 
     def _prepare(self, states: Sequence[StepRequestState]) -> list[BaseException | None]:
         if hasattr(self._pipeline, "prepare_encode_batch"):

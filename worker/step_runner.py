@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -9,24 +10,32 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_engine.protocol.adapters import AdapterActivation
 from omni_engine.protocol.errors import ModelError, OmniError
-from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
-from omni_engine.protocol.plans import AdapterActivation, StepPlan, StepReport
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_switch import AdapterSwitch
+from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.results import text_of
 from omni_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Requests that share an adapter and, as far as the engine knows, forwards."""
+    """Requests that, as far as the engine knows, share forwards.
+
+    Attributes:
+        loop: runs them.
+        activations: what they run under; one, unless the stage mixes adapters.
+    """
 
     loop: StepLoop
-    activation: AdapterActivation | None
-    applied: list[AppliedLoRA] = field(default_factory=list)
+    activations: set[AdapterActivation | None] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -43,7 +52,7 @@ class StepRunner:
 
     Args:
         pipeline: see ``StepPipeline``.
-        adapters: switches adapters.
+        adapters: makes the requests' adapters active.
         aborts: requests aborted meanwhile.
         worker_id: reported in each output.
         max_stall_ms: see ``StepLoop``.
@@ -53,7 +62,7 @@ class StepRunner:
     def __init__(
         self,
         pipeline: Any,
-        adapters: AdapterSwitch,
+        adapters: AdapterAccess,
         aborts: AbortFlags,
         worker_id: str,
         *,
@@ -68,8 +77,8 @@ class StepRunner:
 
     @property
     def has_turn(self) -> bool:
-        """Whether a plan has ticks left."""
-        return bool(self._turns)
+        """Whether a plan has ticks left that need not wait for an adapter to be loaded."""
+        return any(self._is_runnable(turn) for turn in self._turns)
 
     def add(self, plan: StepPlan) -> None:
         """Take a plan: its requests join their group, its ticks run in turn."""
@@ -80,23 +89,27 @@ class StepRunner:
                 self._aborts.is_set,
                 max_stall_ms=self._max_stall_ms,
                 one_at_a_time=self._one_at_a_time,
+                adapters=self._adapters,
             )
-            group = self._groups[plan.group_id] = _Group(loop, plan.activation)
+            group = self._groups[plan.group_id] = _Group(loop)
         if group is not None:
+            for request, activation in zip(plan.requests, plan.activations, strict=True):
+                self._adapters.assign(request.request_id, activation)
+            group.activations.update(plan.activations)
             group.loop.join(plan.requests)
         if plan.ticks:
             self._turns.append(_Turn(plan.plan_id, plan.group_id, plan.ticks))
 
     def tick(self) -> StepReport:
-        """Run one tick of the oldest plan."""
-        turn = self._turns[0]
+        """Run one tick of the oldest plan that need not wait for an adapter to be loaded."""
+        turn = next(filter(self._is_runnable, self._turns), self._turns[0])
         group = self._groups[turn.group_id]
         started = time.perf_counter()
         report = StepReport(turn.plan_id)
         for other in self._groups.values():
-            report.outputs += self._completed(other, other.loop.end_aborted())
+            report.outputs += self._completed(other.loop.end_aborted())
         if len(group.loop):
-            report.outputs += self._completed(group, self._tick(group))
+            report.outputs += self._completed(self._tick(group))
             report.ticks = 1
             report.states = group.loop.states()
             report.previews = group.loop.previews()
@@ -104,27 +117,33 @@ class StepRunner:
         report.tick_ms = (time.perf_counter() - started) * 1000
         report.plan_done = turn.ticks <= 0 or not len(group.loop)
         if report.plan_done:
-            self._turns.popleft()
+            self._turns.remove(turn)
         self._forget_empty_groups()
         return report
 
+    def _is_runnable(self, turn: _Turn) -> bool:
+        loop = self._groups[turn.group_id].loop
+        return not len(loop) or loop.runnable
+
     def _tick(self, group: _Group) -> list[DiffusionOutput]:
+        one = group.activations if len(group.activations) == 1 else None
         try:
-            group.applied = self._adapters.activate(group.activation)
+            with self._adapters.everywhere(*one) if one else _NOTHING:
+                return group.loop.tick()
         except OmniError as error:
             return group.loop.fail_all(error)
-        try:
-            return group.loop.tick()
         except Exception as error:  # boundary: one group; its requests end, the worker goes on
             logger.exception("a tick failed")
             reason = f"the step failed: {text_of(error)}"
             return group.loop.fail_all(ModelError(reason))
 
-    def _completed(self, group: _Group, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
+    def _completed(self, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
         for output in outputs:
             output.metrics.worker = self._worker_id
-            output.applied_loras = group.applied
+            if output.error is None:
+                output.applied_loras = self._adapters.applied(output.request_id)
         self._aborts.clear(output.request_id for output in outputs)
+        self._adapters.release(output.request_id for output in outputs)
         return outputs
 
     def _forget_empty_groups(self) -> None:

@@ -42,6 +42,7 @@ class SuspensionPoint:
     Args:
         module: the module.
         role: what its calls do.
+        component: the pipeline's name for the module; None if it is no component of its own.
         observed: how its arguments combine, as far as probing found out.
 
     Attributes:
@@ -52,9 +53,14 @@ class SuspensionPoint:
     """
 
     def __init__(
-        self, module: torch.nn.Module, role: Role, observed: Mapping[str, Kind] | None = None
+        self,
+        module: torch.nn.Module,
+        role: Role,
+        *,
+        component: str | None = None,
+        observed: Mapping[str, Kind] | None = None,
     ) -> None:
-        self.module, self.role = module, role
+        self.module, self.role, self.component = module, role, component
         self._method = "decode" if role is Role.DECODE else "forward"
         self.original: Callable[..., Any] = getattr(module, self._method)
         rules = {**(observed or {}), **(_ENCODER_ROWS if role is Role.ENCODE else {})}

@@ -41,6 +41,11 @@ def make_view(pipe: Any, *, scheduler: Any = None, noise_seed: int | None = None
     return view
 
 
+def takes_adapters(pipe: Any) -> bool:
+    """Whether diffusers can load LoRA adapters into a pipeline."""
+    return hasattr(pipe, "load_lora_weights") and hasattr(pipe, "components")
+
+
 def is_exclusive(pipe: Any) -> bool:
     """Whether a pipeline rewires shared modules during its call, so that it must run alone.
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepState
 from omni_engine.stages.contracts import DiffusionRequestBatch
+from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.step_loop import StepLoop
 
 OnStates = Callable[[list[StepState], dict[str, npt.NDArray[np.uint8]]], None]
@@ -24,6 +25,7 @@ def run_wave(
     on_states: OnStates | None = None,
     *,
     one_at_a_time: bool = False,
+    adapters: AdapterAccess | None = None,
 ) -> list[DiffusionOutput]:
     """Run a batch on a pipeline that fulfils the stepwise contract.
 
@@ -33,11 +35,12 @@ def run_wave(
         is_aborted: whether a request was aborted; asked before every tick.
         on_states: told of progress.
         one_at_a_time: finish a picture before the next begins.
+        adapters: see ``StepLoop``.
 
     Returns:
         One output per request, in order; a failed one carries its error.
     """
-    loop = StepLoop(pipeline, is_aborted, one_at_a_time=one_at_a_time)
+    loop = StepLoop(pipeline, is_aborted, one_at_a_time=one_at_a_time, adapters=adapters)
     loop.join(batch.requests)
     outputs: dict[str, DiffusionOutput] = {}
     while len(loop):
