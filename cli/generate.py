@@ -17,12 +17,8 @@ from omni_engine.cli import interrupts
 from omni_engine.cli.connecting import AUTO, resolve_endpoint
 from omni_engine.cli.display import console
 from omni_engine.cli.option_groups import expand_options
-from omni_engine.cli.options import (
-    AsJson,
-    EngineOptions,
-    parse_assignment,
-    parse_lora,
-)
+from omni_engine.cli.options import AsJson, EngineOptions
+from omni_engine.cli.parsing import parse_assignment, parse_lora
 from omni_engine.protocol.errors import ConfigError
 from omni_engine.protocol.logs import LEVEL_VARIABLE
 
@@ -46,6 +42,7 @@ _EPILOG = """
   omni-engine generate "a red star on a white background" -o pictures --seed 7 --connect auto
   omni-engine generate "a fox" -o pictures --model Qwen/Qwen-Image --n 4
   omni-engine generate "a red star on a white background" -o pictures --lora night:0.8 --json
+  omni-engine generate "a large red star" -o pictures --lora night --lora outline:0.5
   omni-engine generate "a red star on a white background" -o pictures --preview-every 4
 
 Exit code 1 if any request failed; the pictures of the others are written all the same.
@@ -96,8 +93,9 @@ class SamplingOptions:
     fps: Annotated[float | None, _flag("Frames per second.", "--fps", metavar="X")] = None
     lora: Annotated[
         list[str] | None,
-        _flag("A registered adapter and its strength.", "--lora", metavar="NAME[:SCALE]"),
-    ] = None
+        _flag("A registered adapter and its strength; repeatable, all of them apply.", "--lora",
+              metavar="NAME[:SCALE]"),
+    ] = None  # fmt: skip
     extra_arg: Annotated[
         list[str] | None,
         _flag("A further argument of the pipeline, VALUE in JSON or plain text; repeatable.",
@@ -129,15 +127,11 @@ class SamplingOptions:
             extra_args={name: _json_or_text(value) for name, value in extra},
         )
 
-    def _lora(self) -> LoRARequest | None:
+    def _lora(self) -> LoRARequest | list[LoRARequest] | None:
         from omni_engine.protocol.sampling import LoRARequest
 
-        if len(self.lora or ()) > 1:
-            raise ConfigError(
-                "a request takes one adapter", field="--lora", value=", ".join(self.lora or ()),
-                expected="--lora once",
-            )  # fmt: skip
-        return LoRARequest(*parse_lora(self.lora[0])) if self.lora else None
+        asked = [LoRARequest(*parse_lora(text)) for text in self.lora or ()]
+        return asked if len(asked) > 1 else next(iter(asked), None)
 
 
 def register(app: typer.Typer) -> None:

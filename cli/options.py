@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from omni_engine.protocol.errors import ConfigError
+from omni_engine.cli.parsing import parse_json_object, parse_lora, parse_lora_module
 
 if TYPE_CHECKING:
     from omni_engine.stages.settings import Settings
@@ -23,6 +22,7 @@ def _option(panel: str, flag: str, text: str, metavar: str | None = None) -> Any
 
 _model = functools.partial(_option, "Model")
 _batching = functools.partial(_option, "Batching")
+_adapters = functools.partial(_option, "Adapters")
 _workers = functools.partial(_option, "Workers")
 _limit = functools.partial(_option, "Limits")
 _switch = functools.partial(_option, "Switches", metavar="")
@@ -87,12 +87,12 @@ class EngineOptions:
     ] = None
     lora_modules: Annotated[
         list[str] | None,
-        _model("--lora-modules", "Register an adapter; repeatable. Replaces the file's list.",
-               "NAME=PATH"),
+        _adapters("--lora-modules", "Register an adapter; repeatable. Replaces the file's list.",
+                  "NAME=PATH"),
     ] = None  # fmt: skip
     default_lora: Annotated[
         str | None,
-        _model("--default-lora", "The adapter of requests that name none.", "NAME[:SCALE]"),
+        _adapters("--default-lora", "The adapter of requests that name none.", "NAME[:SCALE]"),
     ] = None
     default_sampling_params: Annotated[
         str | None,
@@ -169,8 +169,31 @@ class EngineOptions:
         int | None, _workers("--replicas", "Workers per device.", "N")
     ] = None  # fmt: skip
     threads: Annotated[int | None, _workers("--threads", "Threads of a CPU worker.", "N")] = None
+    lora_dirs: Annotated[
+        list[Path] | None,
+        _adapters("--lora-dirs", "A folder from which `loras load` may register adapters; "
+                  "repeatable. Replaces the file's list.", "DIR"),
+    ] = None  # fmt: skip
     max_loras: Annotated[
-        int | None, _workers("--max-loras", "Adapters kept on a device.", "N")
+        int | None, _adapters("--max-loras", "Adapters kept on a device.", "N")
+    ] = None  # fmt: skip
+    max_cpu_loras: Annotated[
+        int | None,
+        _adapters("--max-cpu-loras", "Adapters kept in a worker's host memory.", "N"),
+    ] = None  # fmt: skip
+    mixed_lora: Annotated[
+        bool | None,
+        _switch("--mixed-lora/--no-mixed-lora",
+                "Let requests with different adapters share a forward."),
+    ] = None  # fmt: skip
+    max_mixed_adapters: Annotated[
+        int | None,
+        _adapters("--max-mixed-adapters", "Different adapters in one batch.", "N"),
+    ] = None  # fmt: skip
+    lora_merge: Annotated[
+        str | None,
+        _adapters("--lora-merge", "auto merges an adapter that has a worker for itself.",
+                  "off|auto"),
     ] = None  # fmt: skip
     worker_startup_timeout_s: Annotated[
         float | None,
@@ -218,13 +241,14 @@ class EngineOptions:
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del values["config"], values["log_level"]
-        modules = [_lora_module(text) for text in self.lora_modules or ()]
+        modules = [parse_lora_module(text) for text in self.lora_modules or ()]
         values["lora_modules"] = modules or None
+        values["lora_dirs"] = self.lora_dirs or None
         if self.default_lora is not None:
             name, scale = parse_lora(self.default_lora)
             values["default_lora"] = {"name": name, "scale": scale}
         if self.default_sampling_params is not None:
-            values["default_sampling_params"] = _json_object(self.default_sampling_params)
+            values["default_sampling_params"] = parse_json_object(self.default_sampling_params)
         return {name: value for name, value in values.items() if value is not None}
 
     def settings(self, model: str | None, **more: Any) -> Settings:
@@ -242,40 +266,3 @@ class EngineOptions:
         return load_settings(
             config_path=self.config, model=model, overrides={**self.overrides(), **more}
         )
-
-
-def parse_lora(text: str) -> tuple[str, float | None]:
-    """Split ``NAME[:SCALE]``; what follows a colon and is no number belongs to the name."""
-    name, _, scale = text.rpartition(":")
-    try:
-        return (name, float(scale)) if name else (text, None)
-    except ValueError:
-        return text, None
-
-
-def parse_assignment(flag: str, text: str, wanted: str) -> tuple[str, str]:
-    """Split ``NAME=VALUE``.
-
-    Raises:
-        ConfigError: if a part is missing.
-    """
-    name, _, value = text.partition("=")
-    if not name or not value:
-        raise ConfigError(f"{flag} takes {wanted}", field=flag, value=text, expected=wanted)
-    return name, value
-
-
-def _lora_module(text: str) -> dict[str, str]:
-    name, path = parse_assignment("--lora-modules", text, "NAME=PATH")
-    return {"name": name, "path": path}
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        if isinstance(value := json.loads(text), dict):
-            return value
-    except json.JSONDecodeError:
-        pass
-    raise ConfigError("--default-sampling-params takes a JSON object",
-                      field="--default-sampling-params", value=text,
-                      expected='an object such as {"num_inference_steps": 8}')  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Self
 from omni_engine.engine.client import OnProgress, Params, progress_callback
 from omni_engine.engine.connection import Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle
+from omni_engine.engine.lora_calls import AsyncLoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError
@@ -92,7 +93,7 @@ class AsyncRequestHandle:
         return self._handle
 
 
-class AsyncOmniClient:
+class AsyncOmniClient(AsyncLoRACalls):
     """A client for asyncio programs.
 
     Use it as ``async with AsyncOmniClient(endpoint) as client``.
@@ -199,13 +200,13 @@ class AsyncOmniClient:
 
     async def status(self) -> dict[str, Any]:
         """Return the engine's state: stages, workers, queues, counters."""
-        reply = await asyncio.wrap_future(self._connection.call_soon(messages.STATUS))
+        reply = await self._call(messages.STATUS)
         status: dict[str, Any] = reply["status"]
         return status
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: name, state, error, adapters."""
-        reply = await asyncio.wrap_future(self._connection.call_soon(messages.HELLO, client=""))
+        reply = await self._call(messages.HELLO, client="")
         models: list[dict[str, Any]] = reply["models"]
         return models
 
@@ -216,11 +217,7 @@ class AsyncOmniClient:
             OmniError: the reason, if a model has no worker left.
             RequestTimeoutError: if it takes longer than ``timeout_s`` seconds.
         """
-        call = asyncio.wrap_future(self._connection.call_soon(messages.WAIT_READY))
-        try:
-            reply = await asyncio.wait_for(call, timeout_s)
-        except TimeoutError:
-            raise RequestTimeoutError(f"not ready within {timeout_s:g} s") from None
+        reply = await self._call(messages.WAIT_READY, timeout_s)
         raise_if_down(reply["models"])
 
     async def close(self) -> None:
@@ -238,6 +235,15 @@ class AsyncOmniClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
+        answer = asyncio.wrap_future(self._connection.call_soon(kind, **body))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"the engine at {self.endpoint} did not answer within {timeout_s:g} s"
+            ) from None
 
     @property
     def _connection(self) -> Connection:

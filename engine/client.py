@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from omni_engine.engine.connection import Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle, UserCode
+from omni_engine.engine.lora_calls import LoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import OmniError, RequestTimeoutError
@@ -22,7 +23,7 @@ OnOutput = Callable[[DiffusionOutput], None]
 OnProgress = Callable[[int, RequestEvent], None]
 
 
-class OmniClient:
+class OmniClient(LoRACalls):
     """A client of a running engine; safe to use from several threads.
 
     Args:
@@ -164,6 +165,9 @@ class OmniClient:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
+        return self._connection.call(kind, timeout_s, **body)
 
     def _wait(self, handles: Sequence[RequestHandle], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

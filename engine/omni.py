@@ -11,6 +11,7 @@ from typing import Any, Self
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
 from omni_engine.engine.client import OmniClient, OnOutput, OnProgress, Params
 from omni_engine.engine.handles import RequestEvent, RequestHandle
+from omni_engine.engine.lora_calls import AsyncLoRACalls, LoRACalls
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -27,7 +28,7 @@ def _settings(model: str | None, config: str | Path | None, options: dict[str, A
     )
 
 
-class Omni:
+class Omni(LoRACalls):
     """An engine in a process of its own, for as long as this object lives.
 
     Use it as a context manager, or call ``close``.
@@ -129,6 +130,9 @@ class Omni:
             self.client.close()
         self._engine.close()
 
+    def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
+        return self.client._call(kind, timeout_s, **body)
+
     def __enter__(self) -> Self:
         return self
 
@@ -141,7 +145,7 @@ class Omni:
         self.close()
 
 
-class AsyncOmni:
+class AsyncOmni(AsyncLoRACalls):
     """``Omni`` for asyncio programs: ``async with AsyncOmni(model) as omni``.
 
     Args and errors are those of ``Omni``; the engine starts on entry.
@@ -247,6 +251,9 @@ class AsyncOmni:
             await self._client.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+
+    async def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
+        return await self.client._call(kind, timeout_s, **body)
 
     async def __aenter__(self) -> Self:
         return await self.start()
