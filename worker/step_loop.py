@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
+from omni_engine.worker.newcomers import Newcomers
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
 from omni_engine.worker.results import make_output, pipeline_error, text_of
 from omni_engine.worker.step_calls import batch_of, error_of, parts_of, preview_of, result_of
@@ -67,7 +67,7 @@ class StepLoop:
         self._adapters = adapters or NoAdapters()
         self._make_state = getattr(pipeline, "make_state", StepRequestState)
         self._residents: dict[str, Resident] = {}
-        self._newcomers: deque[Picture] = deque()
+        self._newcomers = Newcomers(self._adapters)
         self._encode_pace, self._decode_pace, self._preview_pace = Pace(), Pace(), Pace()
 
     def __len__(self) -> int:
@@ -165,7 +165,8 @@ class StepLoop:
         if self._one_at_a_time:
             under_way = any(p.prepared and p.result is None for p in self._pictures())
             most = 0 if under_way else 1
-        chunk = self._take_newcomers(most)
+        nobody_runs = not any(picture.prepared for picture in self._pictures())
+        chunk = self._newcomers.take(most, self._goes_on, self._fail, wait=nobody_runs)
         if not chunk:
             return
         started = time.perf_counter()
@@ -176,23 +177,6 @@ class StepLoop:
             picture.prepared = error is None
             if error is not None:
                 self._fail(picture, error)
-
-    def _take_newcomers(self, most: int) -> list[Picture]:
-        """Return the next newcomers whose adapters are loaded; wait only if nobody runs."""
-        newcomers = [p for p in self._newcomers if self._resident_of(p) is not None]
-        ready = [p for p in newcomers if self._adapters.is_ready(p.request_id)]
-        if newcomers and not ready and not any(p.prepared for p in self._pictures()):
-            ready = newcomers[:1]
-        chunk = ready[:most]
-        self._newcomers = deque(p for p in newcomers if p not in chunk)
-        loaded: list[Picture] = []
-        for picture in chunk:
-            error = error_of(self._adapters.wait_ready, picture.request_id)
-            if error is None:
-                loaded.append(picture)
-            else:
-                self._fail(picture, error)
-        return loaded
 
     def _prepare(self, states: Sequence[StepRequestState]) -> list[BaseException | None]:
         if hasattr(self._pipeline, "prepare_encode_batch"):
@@ -280,10 +264,9 @@ class StepLoop:
         first = picture is resident.pictures[0]
         return every is not None and first and picture.step_index % every == 0
 
-    def _resident_of(self, picture: Picture) -> Resident | None:
+    def _goes_on(self, picture: Picture) -> bool:
         resident = self._residents.get(picture.request_id)
-        mine = resident is not None and picture in resident.pictures and resident.error is None
-        return resident if mine else None
+        return resident is not None and picture in resident.pictures and resident.error is None
 
     def _fail(self, picture: Picture, error: BaseException) -> None:
         self._residents[picture.request_id].error = pipeline_error(error)
