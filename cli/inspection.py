@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from omni_engine.cli.connecting import AUTO, connected
-from omni_engine.cli.display import clean, console, print_json, table
+from omni_engine.cli.display import console, print_json
 from omni_engine.cli.options import AsJson, Connect
+from omni_engine.cli.tables import DIGEST_CHARS, duration, megabytes, pairs, print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 _Rows = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 """A table's title, columns and rows."""
 
-_DIGEST_CHARS = 16
-_MEASURING_WIDTH = 10_000
-"""Columns in which every table finds room; rich measures no wider than it may print."""
 _STEP_COLUMNS = ("ticks", "mean tick", "requests a tick")
 
 _STATUS_HELP = "Show a running engine: stages, queues, batch sizes, workers and adapters."
@@ -60,7 +58,7 @@ def print_status(found: Mapping[str, Any], output: Console) -> None:
     for stage in found["stages"]:
         output.print(_stage(stage))
         for title, columns, rows in (_workers(stage), _groups(stage), _adapters(stage)):
-            _print_rows(output, title, columns, rows)
+            print_rows(output, title, columns, rows)
 
 
 def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
@@ -74,7 +72,7 @@ def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
         (model["name"], model["state"], ", ".join(model["adapters"]) or "-", _message(model))
         for model in found
     ]
-    _print_rows(console(), "models", ("name", "state", "adapters", "error"), rows)
+    print_rows(console(), "models", ("name", "state", "adapters", "error"), rows)
 
 
 def _engine(found: Mapping[str, Any]) -> Any:
@@ -87,7 +85,7 @@ def _engine(found: Mapping[str, Any]) -> Any:
         "refused": f"{found['rejected']} messages and requests",
         "state": "stopping" if found["stopping"] else "running",
     }
-    return _pairs("engine", rows)
+    return pairs("engine", rows)
 
 
 def _stage(stage: Mapping[str, Any]) -> Any:
@@ -113,7 +111,7 @@ def _stage(stage: Mapping[str, Any]) -> Any:
         )
         or "none yet",
     }
-    return _pairs(f"stage {stage['stage_id']}: {stage['name']}", rows)
+    return pairs(f"stage {stage['stage_id']}: {stage['name']}", rows)
 
 
 def _capacity(stage: Mapping[str, Any]) -> str:
@@ -146,7 +144,7 @@ def _workers(stage: Mapping[str, Any]) -> _Rows:
             *(_steps(worker) if stepped else (worker["batches"],)),
             worker["requests"], duration(worker["busy_s"]),
             "-" if load_ms is None else duration(load_ms / 1000),
-            "-" if weights is None else f"{weights / 1e6:.1f} MB",
+            "-" if weights is None else megabytes(weights),
             _message(worker),
         )  # fmt: skip
         rows.append(row)
@@ -189,7 +187,7 @@ def _size(group: Mapping[str, Any]) -> str:
 def _adapters(stage: Mapping[str, Any]) -> _Rows:
     columns = ("name", "digest (SHA-256)", "default scale", "file", "error")
     rows = [
-        (adapter["name"], adapter["digest"][:_DIGEST_CHARS], f"{adapter['default_scale']:g}",
+        (adapter["name"], adapter["digest"][:DIGEST_CHARS], f"{adapter['default_scale']:g}",
          adapter["path"], adapter["error"] or "-")
         for adapter in stage["adapters"]
     ]  # fmt: skip
@@ -201,42 +199,6 @@ def _message(described: Mapping[str, Any]) -> str:
     return "-" if error is None else str(error["message"])
 
 
-def _print_rows(
-    output: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
-) -> None:
-    """Print a table, or one block of lines for each row where the table is too wide."""
-    if not rows:
-        return
-    shown = table(clean(title), *columns)
-    for row in rows:
-        shown.add_row(*map(clean, row))
-    unlimited = output.options.update(width=_MEASURING_WIDTH)
-    if output.measure(shown, options=unlimited).maximum <= output.width:
-        output.print(shown)
-        return
-    for row in rows:
-        named = dict(zip(columns, row, strict=True))
-        output.print(_pairs(title, named))
-
-
-def _pairs(title: str, rows: Mapping[str, object]) -> Any:
-    shown = table(clean(title), "", "")
-    shown.show_header = False
-    shown.columns[0].no_wrap = True
-    for name, value in rows.items():
-        if value is not None:
-            shown.add_row(name, clean(value))
-    return shown
-
-
 def batch_sizes(counts: Mapping[str, int]) -> str:
     """Return how many batches of each size ran, in words."""
     return ", ".join(f"{counts[size]} of {size}" for size in sorted(counts, key=int))
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for people: ``0.53 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    if seconds < 60:
-        return f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
