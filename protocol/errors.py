@@ -170,6 +170,12 @@ class ModelLoadError(OmniError):
     code = "model_load_failed"
 
 
+class AdapterError(ModelLoadError):
+    """An adapter's file can't be used with the model, or can't be had any more."""
+
+    code = "adapter_unusable"
+
+
 class WorkerLostError(OmniError):
     """The worker process that ran the request died."""
 
