@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from omni_engine.cli import configuration, generate, inspection, interrupts, parity, serve
+from omni_engine.cli import (
+    configuration,
+    generate,
+    inspection,
+    interrupts,
+    loras,
+    parity,
+    serve,
+    train_lora,
+)
 from omni_engine.cli.display import print_error
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError, OmniError
 
@@ -44,8 +53,10 @@ app = typer.Typer(
 serve.register(app)
 generate.register(app)
 inspection.register(app)
+loras.register(app)
 configuration.register(app)
 parity.register(app)
+train_lora.register(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import (
@@ -23,16 +23,33 @@ if TYPE_CHECKING:
 TEXT_WIDTH = 96
 LATENT_CHANNELS = 16
 
+VAE: Final[dict[str, Any]] = {
+    "base_dim": 16,
+    "z_dim": LATENT_CHANNELS,
+    "dim_mult": [1, 2, 3, 3],
+    "num_res_blocks": 1,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+}
+"""The autoencoder's sizes."""
+
+TRANSFORMER: Final[dict[str, Any]] = {
+    "patch_size": 2,
+    "in_channels": 4 * LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "num_layers": 4,
+    "attention_head_dim": 48,
+    "num_attention_heads": 4,
+    "joint_attention_dim": TEXT_WIDTH,
+    "axes_dims_rope": [8, 20, 20],
+}
+"""The transformer's sizes."""
+
 
 def build_vae() -> Any:
     """Builds the picture autoencoder with an initialization fit for single frames."""
     vae = AutoencoderKLQwenImage(
-        base_dim=16,
-        z_dim=LATENT_CHANNELS,
-        dim_mult=[1, 2, 3, 3],
-        num_res_blocks=1,
-        attn_scales=[],
-        temperal_downsample=[False, True, True],
+        **VAE,
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
     )
@@ -78,16 +95,7 @@ def build_text_encoder(vocabulary_size: int) -> Any:
 
 def build_transformer() -> Any:
     """Builds the denoising transformer."""
-    return QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=4,
-        attention_head_dim=48,
-        num_attention_heads=4,
-        joint_attention_dim=TEXT_WIDTH,
-        axes_dims_rope=(8, 20, 20),
-    )
+    return QwenImageTransformer2DModel(**TRANSFORMER)
 
 
 def build_scheduler() -> Any:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import pictures
-from .pictures import IMAGE_SIZE, Picture, Scene, Style
+from .pictures import IMAGE_SIZE, Picture, Placement, Scene
+from .styles import LOOKS, Style
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -28,6 +29,7 @@ _MIN_PIXELS: Final = 20
 _COLOUR_AGREEMENT: Final = 0.6
 _PLACE_TOLERANCE: Final = 8.0
 _PAIR_ELONGATION: Final = 2.75
+_SIZE_TOLERANCE: Final = 1.2
 _TEMPLATE_SCALES: Final = (0.84, 0.92, 1.0, 1.08, 1.16)
 _TEMPLATE_SHIFTS: Final = (-0.5, 0.0, 0.5)
 
@@ -40,10 +42,11 @@ class Verdict:
     colours: bool
     places: bool
     shapes: bool
+    sizes: bool
 
     @property
     def adherent(self) -> bool:
-        """Background, colours and places are right (shapes are a figure of their own)."""
+        """Background, colours and places are right (shapes and sizes are figures of their own)."""
         return self.background and self.colours and self.places
 
 
@@ -53,7 +56,7 @@ def judge(scene: Scene, picture: Picture, style: Style = "plain") -> Verdict:
     Args:
         scene: What the picture should show; `pictures.parse` reads it from a sentence.
         picture: uint8, shape (64, 64, 3).
-        style: Whose palette and line work the picture is judged by.
+        style: Whose palette, sizes and line work the picture is judged by.
     """
     scene = pictures.shown(scene, style)
     lab = to_lab(picture)
@@ -63,11 +66,13 @@ def judge(scene: Scene, picture: Picture, style: Style = "plain") -> Verdict:
     foreground = away > _FOREGROUND_SHARE * _closest_colour(name, style)
     regions = _regions(scene, foreground)
     seen = all(region.sum() >= _MIN_PIXELS for region in regions)
+    expected = pictures.place(scene, style=style)
     return Verdict(
         background=name == scene.background and distance <= _GROUND_TOLERANCE,
         colours=seen and _colours_agree(scene, lab, away, regions, style),
         places=seen and _places_agree(scene, foreground, regions),
-        shapes=seen and _shapes(scene, picture, regions, style) == _named_shapes(scene),
+        shapes=seen and _shapes(expected, picture, regions, style) == _named_shapes(scene),
+        sizes=seen and _sizes_agree(expected, regions, style),
     )
 
 
@@ -82,6 +87,7 @@ def hollow_share(scene: Scene, picture: Picture, style: Style = "plain") -> floa
     Returns:
         The share, 0 to 1; NaN where all items are rings. Missing items are not hollow.
     """
+    scene = pictures.shown(scene, style)
     lab = to_lab(picture)
     ground = _ground(lab)
     name, _ = _nearest(ground, "background", style)
@@ -200,7 +206,7 @@ def _places_agree(scene: Scene, foreground: Mask, regions: list[Mask]) -> bool:
     )
 
 
-def _centroid(weights: NDArray[np.bool_] | Floats) -> tuple[float, float]:
+def _centroid(weights: Mask | Floats) -> tuple[float, float]:
     rows, columns = np.indices(weights.shape)
     total = weights.sum()
     return float((columns * weights).sum() / total), float((rows * weights).sum() / total)
@@ -210,12 +216,29 @@ def _named_shapes(scene: Scene) -> list[str]:
     return [item.shape for item in scene.items]
 
 
-def _shapes(scene: Scene, picture: Picture, regions: list[Mask], style: Style) -> list[str]:
+def _sizes_agree(expected: list[Placement], regions: list[Mask], style: Style) -> bool:
+    ratios = [
+        _spread(region) / _spread(pictures.coverage(placement, style).astype(np.float64))
+        for placement, region in zip(expected, regions, strict=True)
+    ]
+    return all(1 / _SIZE_TOLERANCE <= ratio <= _SIZE_TOLERANCE for ratio in ratios)
+
+
+def _spread(weights: Mask | Floats) -> float:
+    """Gives the root of the mean squared distance from the centroid, in pixels."""
+    rows, columns = np.indices(weights.shape)
+    x, y = _centroid(weights)
+    squares = (columns - x) ** 2 + (rows - y) ** 2
+    return float(np.sqrt((squares * weights).sum() / weights.sum()))
+
+
+def _shapes(
+    expected: list[Placement], picture: Picture, regions: list[Mask], style: Style
+) -> list[str]:
     """Names each region's shape by the template most alike; "" where nothing is covered."""
-    radii = [placement.radius for placement in pictures.place(scene, style=style)]
     return [
-        _most_alike(_item_coverage(picture, region), radius, style)
-        for region, radius in zip(regions, radii, strict=True)
+        _most_alike(_item_coverage(picture, region), placement.radius, style)
+        for placement, region in zip(expected, regions, strict=True)
     ]
 
 
@@ -246,8 +269,9 @@ def _most_alike(covered: Floats, radius: float, style: Style) -> str:
 
 
 @lru_cache
-def _templates(radius: float, style: Style) -> NDArray[np.float32]:
+def _templates(radius: float, outlined: bool) -> NDArray[np.float32]:
     """Draws all shapes in several sizes, their centroids near the middle, as unit rows."""
+    style: Style = "outline" if outlined else "plain"
     rows = []
     for shape in pictures.SHAPES:
         for scale in _TEMPLATE_SCALES:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,17 +58,31 @@ def make_latents(
     """
     scenes = pictures.sample_scenes(count, seed, held_out=False)
     rng = random.Random(seed + 1)
+    drawn = (pictures.draw(scene, rng, style) for scene in scenes)
     encoded = []
-    with torch.no_grad(), single_frame_convolutions():
-        for start in range(0, count, _BATCH):
-            drawn = [pictures.draw(s, rng, style) for s in scenes[start : start + _BATCH]]
-            encoded.append(encode_mean(vae, as_batch(drawn)).squeeze(2))
-            if start % (100 * _BATCH) == 0:
-                print(f"latents {start}/{count}", flush=True)
+    for batch in encode_batches(vae, drawn):
+        if len(encoded) % 100 == 0:
+            print(f"latents {len(encoded) * _BATCH}/{count}", flush=True)
+        encoded.append(batch)
     raw = torch.cat(encoded)
     mean, std = statistics or (raw.mean(dim=(0, 2, 3)), raw.std(dim=(0, 2, 3)))
-    normalized = (raw - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
-    return LatentSet([pictures.caption(scene) for scene in scenes], normalized, mean, std)
+    captions = [pictures.caption(scene) for scene in scenes]
+    return LatentSet(captions, normalize(raw, mean, std), mean, std)
+
+
+@torch.no_grad()
+def encode_batches(vae: Any, drawn: Iterable[pictures.Picture]) -> Iterator[Tensor]:
+    """Encodes pictures (uint8, (64, 64, 3)) to latent means, (batch, 16, 8, 8), as they come."""
+    remaining = iter(drawn)
+    while batch := list(islice(remaining, _BATCH)):
+        with single_frame_convolutions():
+            encoded = encode_mean(vae, as_batch(batch)).squeeze(2)
+        yield encoded
+
+
+def normalize(latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Brings latents (batch, 16, height, width) to zero mean and unit deviation by channel."""
+    return (latents - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
 
 
 def load_or_make_latents(path: Path, vae: Any, count: int, seed: int) -> LatentSet:

@@ -25,7 +25,7 @@ GUIDANCE = 3.0
 BATCH = 20
 HELD_OUT_SEED = 31
 
-_PARTS = ("adherent", "background", "colours", "places", "shapes")
+_PARTS = ("adherent", "background", "colours", "places", "shapes", "sizes")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Score:
         colours: Share with every object in its colour.
         places: Share with every object in its place.
         shapes: Share with every object of its shape.
+        sizes: Share with every object of its size.
         hollow: Share of the objects (but rings) whose middle has the background's colour.
         brightness: Mean pixel value over the pictures, 0 to 1.
         by_kind: Share of adherent pictures by "one object" and by relation.
@@ -51,6 +52,7 @@ class Score:
     colours: float
     places: float
     shapes: float
+    sizes: float
     hollow: float
     brightness: float
     by_kind: dict[str, float]

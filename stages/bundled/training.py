@@ -37,12 +37,21 @@ def step_generator(seed: int, step: int) -> torch.Generator:
 
 @dataclass
 class TrainingState:
-    """A training's networks and optimizer, saved to and restored from one safetensors file."""
+    """A training's networks and optimizer, saved to and restored from one safetensors file.
+
+    Attributes:
+        networks: What is trained or averaged, by name.
+        optimizer: The optimizer of the trained ones.
+        path: The file.
+        step: How many steps have been made.
+        about: Saved with it, for whoever checks that a checkpoint is the right one.
+    """
 
     networks: Mapping[str, nn.Module]
     optimizer: torch.optim.Optimizer
     path: Path
     step: int = 0
+    about: Mapping[str, str] = field(default_factory=dict)
     _saved_at: float = field(default_factory=time.monotonic)
 
     def set_rate(self, rate: float) -> None:
@@ -74,7 +83,7 @@ class TrainingState:
         }
         for index, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in moments.items()}
-        save_tensors(self.path, tensors, {"step": str(self.step)})
+        save_tensors(self.path, tensors, {**self.about, "step": str(self.step)})
         self._saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
@@ -86,8 +95,11 @@ class TrainingState:
 class Progress:
     """Prints a line with the running loss and the time left, every so often."""
 
-    def __init__(self, name: str, start: int, steps: int) -> None:
+    def __init__(
+        self, name: str, start: int, steps: int, every_seconds: float = PROGRESS_SECONDS
+    ) -> None:
         self._name, self._start, self._steps = name, start, steps
+        self._every_seconds = every_seconds
         self._begun = self._printed = time.monotonic()
         self._running: dict[str, float] = {}
 
@@ -96,7 +108,7 @@ class Progress:
         for key, value in figures.items():
             self._running[key] = 0.98 * self._running.get(key, value) + 0.02 * value
         now = time.monotonic()
-        if now - self._printed < PROGRESS_SECONDS and step < self._steps:
+        if now - self._printed < self._every_seconds and step < self._steps:
             return
         self._printed = now
         seconds = (now - self._begun) / (step - self._start)
@@ -112,15 +124,25 @@ class Progress:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes tensors and metadata to a safetensors file, never leaving half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file({key: value.contiguous() for key, value in tensors.items()}, partial, metadata)
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, metadata)
+        partial.chmod(0o644)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Reads a safetensors file and its metadata."""
     with safe_open(path, framework="pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def load_metadata(path: Path) -> dict[str, str]:
+    """Reads a safetensors file's metadata alone."""
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def write_json(path: Path, content: object) -> None:
