@@ -10,6 +10,12 @@ from typing import Literal, get_args
 
 PolicyName = Literal["grouped", "fifo"]
 
+Weights = frozenset[str]
+"""Digests that must be on a device together."""
+
+NO_WEIGHTS: Weights = frozenset()
+"""What the base model needs."""
+
 
 class RequestStatus(enum.Enum):
     """Where a request stands in its life: waiting, running, or ended in one of three ways."""
@@ -33,11 +39,13 @@ class QueuedRequest:
     Args:
         request_id: the caller's name for it, unique among live requests.
         key: requests batch together only if their keys, and adapters, are equal; opaque.
-        adapter: the adapter it runs with, None for the base model; opaque.
+        adapter: the identity of what it runs under, scales included, that it shares with its
+            batch; None for the base model, and where adapters are mixed; opaque.
         rows: outputs it takes up in a batch.
         work: work units it takes up in a batch (rows x pixels x frames).
         arrival: when it was added, in seconds.
         seq: its place in the arrival order; unique, and kept when it is put back.
+        weights: the digests that must be on the device for it, sorted; none for the base model.
         status: WAITING or RUNNING; a finished request is no longer kept.
         worker_id: the worker that runs it, None while it waits.
         abort_requested: whether it was aborted while running.
@@ -52,6 +60,7 @@ class QueuedRequest:
     work: int
     arrival: float
     seq: int
+    weights: tuple[str, ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     worker_id: str | None = None
     abort_requested: bool = False
@@ -65,13 +74,13 @@ class WorkerSlot:
 
     Args:
         worker_id: the worker's name.
-        active_adapter: the adapter its last batch ran with; None is the base model.
-        held_adapters: adapters it has loaded and can make active at little cost.
+        active_adapter: the identity its last batch ran with; None is the base model.
+        held_adapters: the digests of the weights on its device, active at little cost.
     """
 
     worker_id: str
     active_adapter: Hashable | None = None
-    held_adapters: frozenset[Hashable] = frozenset()
+    held_adapters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +91,13 @@ class BatchLimits:
         max_num_seqs: requests.
         max_rows: rows, summed over the requests.
         max_work: work units, summed over the requests.
+        max_adapters: different weights that its requests need together.
     """
 
     max_num_seqs: int
     max_rows: float = inf
     max_work: float = inf
+    max_adapters: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +111,12 @@ class SchedulerConfig:
             limit.
         request_batch_max_wait_ms: how long, from its arrival, a request may wait for others to
             fill its batch, in milliseconds; 0 adds no wait.
+        max_mixed_adapters: different weights per batch where adapters are mixed, at least 1; a
+            composition counts each of its own. None for no limit, as where a batch has one adapter.
         policy: ``grouped`` or ``fifo``, see ``omni_engine.engine.policies``.
-        max_skip_ms: after how long the oldest request goes before fuller batches, in
-            milliseconds; without effect under ``fifo``, which passes nobody over.
+        max_skip_ms: after how long the oldest request goes before fuller batches, and before
+            those whose adapters need not be loaded, in milliseconds; without effect under
+            ``fifo``, which passes nobody over.
 
     Raises:
         ValueError: a value is out of range; the message names the field.
@@ -111,13 +125,14 @@ class SchedulerConfig:
     max_num_seqs: int = 4
     max_batch_rows: int | None = None
     max_batch_work: int | None = None
+    max_mixed_adapters: int | None = None
     request_batch_max_wait_ms: float = 0.0
     policy: PolicyName = "grouped"
     max_skip_ms: float = 1000.0
 
     def __post_init__(self) -> None:
         _check_count("max_num_seqs", self.max_num_seqs)
-        for name in ("max_batch_rows", "max_batch_work"):
+        for name in ("max_batch_rows", "max_batch_work", "max_mixed_adapters"):
             if (value := getattr(self, name)) is not None:
                 _check_count(name, value)
         for name in ("request_batch_max_wait_ms", "max_skip_ms"):
@@ -128,35 +143,50 @@ class SchedulerConfig:
     @property
     def limits(self) -> BatchLimits:
         """What one batch may hold."""
-        rows, work = self.max_batch_rows, self.max_batch_work
-        return BatchLimits(
-            self.max_num_seqs, inf if rows is None else rows, inf if work is None else work
-        )
+        others = (self.max_batch_rows, self.max_batch_work, self.max_mixed_adapters)
+        return BatchLimits(self.max_num_seqs, *(inf if one is None else one for one in others))
 
 
 class BatchFill:
-    """How far requests, offered one after the other, fill a batch."""
+    """How far requests, offered one after the other, fill a batch.
 
-    __slots__ = ("_limits", "count", "full", "last_seq", "rows", "work")
+    Attributes:
+        count: requests in it.
+        rows: their rows together.
+        work: their work units together.
+        weights: the digests they need together.
+        full: whether nothing more fits, or the last one offered didn't.
+        last_seq: the ``seq`` of the last one offered, -1 before.
+    """
+
+    __slots__ = ("_limits", "count", "full", "last_seq", "rows", "weights", "work")
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self.count = 0
         self.rows = 0
         self.work = 0
+        self.weights: Weights = NO_WEIGHTS
         self.full = False
         self.last_seq = -1
 
     def add(self, request: QueuedRequest) -> bool:
         """Count ``request`` in; return False, and be full from then on, if it doesn't fit."""
         limits = self._limits
-        rows, work = self.rows + request.rows, self.work + request.work
+        rows, work, weights = self.rows + request.rows, self.work + request.work, self.weights
+        if request.weights and not weights.issuperset(request.weights):
+            weights = weights.union(request.weights)
         self.last_seq = request.seq
-        if self.full or rows > limits.max_rows or work > limits.max_work:
+        if (
+            self.full
+            or rows > limits.max_rows
+            or work > limits.max_work
+            or len(weights) > limits.max_adapters
+        ):
             self.full = True
             return False
         self.count += 1
-        self.rows, self.work = rows, work
+        self.rows, self.work, self.weights = rows, work, weights
         # At a limit nothing more can fit, whatever comes next: no reason to wait for it.
         self.full = (
             self.count >= limits.max_num_seqs or rows >= limits.max_rows or work >= limits.max_work

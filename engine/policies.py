@@ -1,4 +1,4 @@
-"""Which requests go next, and to which of the idle workers.
+"""Which requests go next.
 
 A policy looks at the waiting queue and picks one group at a time, and how many of its oldest
 requests. It never looks at a request that its group's order would not let go first.
@@ -6,15 +6,14 @@ requests. It never looks at a request that its group's order would not let go fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import islice
 from math import inf
 from typing import NamedTuple, Protocol
 
 from omni_engine.engine.batching import BatchFill, RequestGroup, SchedulerConfig, WorkerSlot
-from omni_engine.engine.waiting_queue import FillIndex, WaitingQueue
-
-_Suits = Callable[[WorkerSlot, Hashable | None], bool]
+from omni_engine.engine.fill_index import IN_WAIT, FillIndex
+from omni_engine.engine.waiting_queue import WaitingQueue
 
 
 class Pick(NamedTuple):
@@ -48,6 +47,9 @@ class BatchPolicy(Protocol):
     def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
         """Return the oldest request's group if it must go before all others."""
 
+    def upcoming(self, queue: WaitingQueue, count: int) -> list[RequestGroup]:
+        """Return up to ``count`` groups, each once, those first that are likely to go first."""
+
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when, in seconds, time alone may next let a batch go; None if it can't."""
 
@@ -55,9 +57,12 @@ class BatchPolicy(Protocol):
 class GroupedPolicy:
     """The fullest batch first, but nobody is passed over for longer than ``max_skip_s``.
 
-    Among equally full batches one goes first whose adapter is active on an idle worker, then one
-    whose adapter such a worker holds, then the one with the oldest head. Once the oldest request
-    of all has waited ``max_skip_s``, its group goes before all others.
+    A batch whose adapters are not all on one of the idle workers is passed over while there is
+    one, however full, whose adapters are: they are loaded meanwhile if the caller has
+    ``upcoming`` ones fetched. The base model's batches have nothing to load. Among equally full
+    batches one goes first whose identity is active on an idle worker, then the one with the
+    oldest head. Once the oldest request of all has waited ``max_skip_s``, its group goes before
+    all others, loaded or not.
 
     Args:
         max_num_seqs: requests a batch may hold at most.
@@ -71,14 +76,19 @@ class GroupedPolicy:
         self._index = FillIndex(max_num_seqs, max_wait_s)
         self._max_skip_s = max_skip_s
         self._now = -inf
+        # Groups that would have gone but for what they must load, and have not gone since.
+        self._passed_over: dict[RequestGroup, None] = {}
 
     def on_change(self, group: RequestGroup) -> None:
         """Refile ``group``."""
         self._index.update(group)
+        if group.head is None:
+            self._passed_over.pop(group, None)
 
     def set_aside(self, group: RequestGroup) -> None:
         """Take ``group`` out of the index."""
         self._index.remove(group)
+        self._passed_over.pop(group, None)
 
     def advance(self, now: float) -> None:
         """Let the admission waits that have ended by ``now``, in seconds, end."""
@@ -90,11 +100,12 @@ class GroupedPolicy:
 
         An overdue group cuts its own admission wait short only if another would go before it.
         """
-        level = self._index.top_level()
-        if level is None:
+        levels = self._index.levels()
+        if not levels:
             return None
-        group = self.overdue(queue) or self._best(level, slots)
-        return None if group is None else Pick(group, group.fill.count)
+        group = self.overdue(queue) or self._best(levels, slots)
+        self._passed_over.pop(group, None)
+        return Pick(group, group.fill.count)
 
     def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
         """Return the group with the oldest head, if that has waited ``max_skip_s``."""
@@ -105,22 +116,48 @@ class GroupedPolicy:
             group = self._index.oldest()
         return group if self._is_overdue(group) else None
 
+    def upcoming(self, queue: WaitingQueue, count: int) -> list[RequestGroup]:
+        """Return groups passed over, then those soon overdue, then others by fill and age.
+
+        Soon is within half of ``max_skip_s``: what they need can be there when their time comes.
+        """
+        passed = sorted(islice(self._passed_over, count), key=_head_seq)
+        found = dict.fromkeys(passed)
+        found |= dict.fromkeys(filter(self._is_soon_overdue, queue.oldest_groups(count)))
+        for level in (*self._index.levels(), IN_WAIT):
+            if len(found) >= count:
+                break
+            found |= dict.fromkeys(self._index.oldest_at(level, count))
+        return list(islice(found, count))
+
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when the next admission wait ends, in seconds."""
         return self._index.next_deadline()
 
     def _is_overdue(self, group: RequestGroup | None) -> bool:
+        return self._waited(group, self._max_skip_s)
+
+    def _is_soon_overdue(self, group: RequestGroup) -> bool:
+        return self._waited(group, self._max_skip_s / 2)
+
+    def _waited(self, group: RequestGroup | None, seconds: float) -> bool:
         if group is None or group.head is None:
             return False
-        return group.head.arrival + self._max_skip_s <= self._now
+        return group.head.arrival + seconds <= self._now
 
-    def _best(self, level: int, slots: Sequence[WorkerSlot]) -> RequestGroup | None:
+    def _best(self, levels: Sequence[int], slots: Sequence[WorkerSlot]) -> RequestGroup:
         index = self._index
-        return (
-            index.first_of(level, [slot.active_adapter for slot in slots])
-            or index.first_of(level, chain.from_iterable([slot.held_adapters for slot in slots]))
-            or index.first(level)
-        )
+        warm = index.warm_on(slots)
+        active = dict.fromkeys([slot.active_adapter for slot in slots])
+        first = index.first(levels[0])
+        assert first is not None  # it has a group at each of its levels
+        for level in levels:
+            group = index.first_active(level, active, warm) or index.first_warm(level, warm)
+            if group is not None:
+                if first.fill.weights not in warm:
+                    self._passed_over[first] = None
+                return group
+        return first
 
 
 class FifoPolicy:
@@ -161,6 +198,10 @@ class FifoPolicy:
         """Return None: nobody is ever passed over."""
         return None
 
+    def upcoming(self, queue: WaitingQueue, count: int) -> list[RequestGroup]:
+        """Return the groups of the oldest heads."""
+        return queue.oldest_groups(count)
+
     def next_deadline(self, queue: WaitingQueue) -> float | None:
         """Return when the oldest request's admission wait ends, in seconds."""
         run = queue.oldest_run()
@@ -180,42 +221,6 @@ def make_policy(config: SchedulerConfig, max_wait_s: float) -> BatchPolicy:
     return GroupedPolicy(config.max_num_seqs, max_wait_s, config.max_skip_ms / 1000)
 
 
-def place(adapters: Sequence[Hashable | None], slots: Sequence[WorkerSlot]) -> list[WorkerSlot]:
-    """Give each batch a worker of its own, avoiding adapter switches.
-
-    A batch goes to a worker on which its adapter is active, else to one that holds it, else to
-    any; a worker is never taken from a batch it suits better. Equals are served in order.
-
-    Args:
-        adapters: the batches' adapters.
-        slots: the idle workers, at least as many.
-
-    Returns:
-        One slot per batch, in the batches' order.
-    """
-    if len(slots) == 1:
-        return list(slots[: len(adapters)])
-    free = list(slots)
-    placed: dict[int, WorkerSlot] = {}
-    for suits in (_is_active, _is_held, _is_any):
-        for number, adapter in enumerate(adapters):
-            if number not in placed and (slot := _find(free, suits, adapter)):
-                placed[number] = slot
-                free.remove(slot)
-    return [placed[number] for number in range(len(adapters))]
-
-
-def _find(free: list[WorkerSlot], suits: _Suits, adapter: Hashable | None) -> WorkerSlot | None:
-    return next((slot for slot in free if suits(slot, adapter)), None)
-
-
-def _is_active(slot: WorkerSlot, adapter: Hashable | None) -> bool:
-    return slot.active_adapter == adapter
-
-
-def _is_held(slot: WorkerSlot, adapter: Hashable | None) -> bool:
-    return adapter in slot.held_adapters
-
-
-def _is_any(slot: WorkerSlot, adapter: Hashable | None) -> bool:
-    return True
+def _head_seq(group: RequestGroup) -> int:
+    assert group.head is not None  # the queue keeps no empty group
+    return group.head.seq

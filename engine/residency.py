@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class StepAssignment:
         worker_id: the worker it is for.
         group_id: the group; one that comes back after its last request ended has a new id.
         key: the key all its requests share.
-        adapter: the adapter all its requests share, None for the base model.
+        adapter: the identity all its requests share, None for the base model and for mixed ones.
         new_ids: the requests that join, oldest first.
         ticks: ticks to run; 0 if the requests only join, as ticks are planned already.
     """
@@ -43,7 +44,7 @@ class Residency:
         group_id: its number; a group that comes back after it left has a new one.
         worker: the worker it is resident on.
         key: the key its requests share.
-        adapter: the adapter its requests share, None for the base model.
+        adapter: the identity its requests share, None for the base model and for mixed ones.
         limits: what it may hold.
 
     Attributes:
@@ -59,6 +60,7 @@ class Residency:
         "_limits",
         "_rows",
         "_tick_ms",
+        "_weights",
         "_work",
         "adapter",
         "closed",
@@ -93,6 +95,7 @@ class Residency:
         self.closed = False
         self._rows = 0
         self._work = 0
+        self._weights: Counter[str] = Counter()  # how many members need each
         self._tick_ms: float | None = None
 
     @property
@@ -113,10 +116,12 @@ class Residency:
     def has_room(self, request: QueuedRequest) -> bool:
         """Whether ``request`` fits beside the others."""
         limits = self._limits
+        new_weights = sum([digest not in self._weights for digest in request.weights])
         return (
             len(self.members) < limits.max_num_seqs
             and self._rows + request.rows <= limits.max_rows
             and self._work + request.work <= limits.max_work
+            and len(self._weights) + new_weights <= limits.max_adapters
         )
 
     def put(self, request: QueuedRequest) -> None:
@@ -159,6 +164,10 @@ class Residency:
         self._work += sign * request.work
         self.worker.rows += sign * request.rows
         self.worker.work += sign * request.work
+        for digest in request.weights:
+            self._weights[digest] += sign
+            if not self._weights[digest]:
+                del self._weights[digest]
 
 
 class ResidentWorker:
@@ -195,12 +204,6 @@ class ResidentWorker:
         self.work = 0
         self._turn: Residency | None = None
         self._turn_ticks = 0
-
-    def adapter_cost(self, adapter: Hashable | None) -> int:
-        """Return 0 if ``adapter`` is active, 1 if it is held, 2 if it must be loaded."""
-        if self.slot.active_adapter == adapter:
-            return 0
-        return 1 if adapter in self.slot.held_adapters else 2
 
     def next_plans(self, quantum: int, plan_ids: Iterator[int]) -> Iterator[StepAssignment]:
         """Plan as many ticks as may be planned now, and joins of groups that have some planned.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omni_engine.engine.batching import BatchLimits, QueuedRequest, WorkerSlot
+from omni_engine.engine.placement import Need, affinity
 from omni_engine.engine.residency import Residency, ResidentWorker
 from omni_engine.engine.waiting_queue import GroupId
+
+_Rank = tuple[int, int, bool, tuple[int, int]]
 
 
 class ResidencyTable:
@@ -70,8 +73,9 @@ class ResidencyTable:
     ) -> tuple[ResidentWorker, Residency | None] | None:
         """Find the least loaded worker on which ``request`` fits.
 
-        Among equals one goes first that keeps the group already, then one whose adapter is
-        active, then one that holds it, then the pool's order decides.
+        Among equals one goes first that keeps the group already, then one where its identity is
+        active, then one that holds all its weights, then the most of them, then the pool's order
+        decides.
 
         Args:
             group: the request's group.
@@ -82,7 +86,8 @@ class ResidencyTable:
             The worker, and its residency of the group, None if it is to be opened; None if the
             request fits nowhere.
         """
-        best: tuple[tuple[int, int, bool, int], ResidentWorker, Residency | None] | None = None
+        need = Need(request.adapter, frozenset(request.weights))
+        best: tuple[_Rank, ResidentWorker, Residency | None] | None = None
         for worker in self.ready:
             home = worker.groups.get(group)
             if home is None:
@@ -90,7 +95,7 @@ class ResidencyTable:
                     continue
             elif not home.admits or not home.has_room(request):
                 continue
-            rank = (worker.work, worker.rows, home is None, worker.adapter_cost(request.adapter))
+            rank = (worker.work, worker.rows, home is None, affinity(worker.slot, need))
             if best is None or rank < best[0]:
                 best = (rank, worker, home)
         return None if best is None else best[1:]

@@ -11,13 +11,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from omni_engine.engine.batching import (
+    NO_WEIGHTS,
     PolicyName,
     QueuedRequest,
     RequestStatus,
     SchedulerConfig,
     WorkerSlot,
 )
-from omni_engine.engine.policies import place
+from omni_engine.engine.placement import Need, claim, place
 from omni_engine.engine.scheduler_base import SchedulerBase
 
 __all__ = [
@@ -38,7 +39,7 @@ class Assignment:
         batch_id: counts a scheduler's batches, from 0.
         worker_id: the worker it is for.
         key: the key all its requests share.
-        adapter: the adapter all its requests share, None for the base model.
+        adapter: the identity all its requests share, None for the base model and for mixed ones.
         request_ids: its requests, oldest first.
         rows: the requests' rows together.
     """
@@ -76,14 +77,18 @@ class RequestScheduler(SchedulerBase):
         """
         self._policy.advance(now)
         batches: list[list[QueuedRequest]] = []
+        needs: list[Need] = []
         unclaimed = list(idle)
         for _ in idle:
             pick = self._policy.pick(self._queue, unclaimed)
             if pick is None:
                 break
-            batches.append(self._queue.take(*pick))
-            _claim(unclaimed, pick.group.adapter)
-        slots = place([batch[0].adapter for batch in batches], idle)
+            batch = self._queue.take(*pick)
+            need = Need(batch[0].adapter, NO_WEIGHTS.union(*[one.weights for one in batch]))
+            batches.append(batch)
+            needs.append(need)
+            claim(unclaimed, need)
+        slots = place(needs, idle)
         return [self._start(batch, slot) for batch, slot in zip(batches, slots, strict=True)]
 
     def _start(self, batch: list[QueuedRequest], slot: WorkerSlot) -> Assignment:
@@ -99,11 +104,3 @@ class RequestScheduler(SchedulerBase):
             request_ids=tuple([request.request_id for request in batch]),
             rows=sum([request.rows for request in batch]),
         )
-
-
-def _claim(unclaimed: list[WorkerSlot], adapter: Hashable | None) -> None:
-    """Strike out the worker that a batch with ``adapter`` suits, so that no other counts on it."""
-    for slot in unclaimed:
-        if slot.active_adapter == adapter:
-            unclaimed.remove(slot)
-            return

@@ -6,6 +6,7 @@ Pure, as the schedulers are: no I/O, no threads, no clock.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from itertools import islice
 
 from omni_engine.engine.batching import (
     QueuedRequest,
@@ -15,6 +16,8 @@ from omni_engine.engine.batching import (
 )
 from omni_engine.engine.policies import make_policy
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
+
+_LOOK_AHEAD = 8
 
 
 class SchedulerBase:
@@ -63,6 +66,7 @@ class SchedulerBase:
         *,
         key: Hashable,
         adapter: Hashable | None,
+        weights: tuple[str, ...] = (),
         rows: int = 1,
         work: int = 1,
         now: float,
@@ -72,23 +76,55 @@ class SchedulerBase:
         Args:
             request_id: its name; free again once the request has ended.
             key: what it must share with the other requests of its batch.
-            adapter: the adapter it runs with, which they must share too; None for the base model.
+            adapter: the identity of the adapters it runs under, which they must share too; None
+                for the base model, and for all requests of a stage that mixes adapters.
+            weights: the digests it needs loaded, sorted, none twice; empty for the base model.
+                Requests with one ``adapter``, if it isn't None, have the same.
             rows: its outputs, counted against ``max_batch_rows``.
             work: its work units, counted against ``max_batch_work``.
             now: its arrival, in seconds.
 
         Raises:
-            ValueError: the id is in use, or the request would not fit even an empty batch.
+            ValueError: the id is in use, or the request would not fit even an empty batch, by its
+                rows, its work or the number of its adapters.
             TypeError: ``key`` or ``adapter`` can't be hashed.
         """
         if request_id in self._live:
             raise ValueError(f"request_id = {request_id!r}: already waiting or running")
         _check_size("rows", rows, "max_batch_rows", self._config.max_batch_rows)
         _check_size("work", work, "max_batch_work", self._config.max_batch_work)
-        request = QueuedRequest(request_id, key, adapter, rows, work, now, self._next_seq)
+        most = self._config.max_mixed_adapters
+        if most is not None and len(weights) > most:
+            raise ValueError(
+                f"{len(weights)} adapters: can't fit a batch, max_mixed_adapters is {most}"
+            )
+        request = QueuedRequest(
+            request_id, key, adapter, rows, work, now, self._next_seq, tuple(weights)
+        )
         self._queue.push(request)
         self._next_seq += 1
         self._live[request_id] = request
+
+    def upcoming(self, count: int) -> list[tuple[str, ...]]:
+        """Return what to load while batches run: the weights of requests that go next.
+
+        Those passed over for want of their adapters come first, then what the policy is likely to
+        pick. Only so many groups are looked at, so that none may be found behind a long row of
+        groups of the base model or of the same adapters.
+
+        Args:
+            count: how many to return at most; looks at eight times as many groups.
+
+        Returns:
+            The requests' ``weights``, different and not empty, the most urgent first.
+        """
+        found: dict[tuple[str, ...], None] = {}
+        if self._queue.num_with_weights:
+            for group in self._policy.upcoming(self._queue, _LOOK_AHEAD * count):
+                found |= dict.fromkeys(batch_weights(group))
+                if len(found) >= count:
+                    break
+        return list(islice(found, count))
 
     def next_deadline(self, now: float) -> float | None:
         """Return when to call ``schedule`` again if nothing else happens.
@@ -186,6 +222,13 @@ class SchedulerBase:
 
     def _release(self, request: QueuedRequest) -> None:
         """Free what a running request held; it has ended, or waits again."""
+
+
+def batch_weights(group: RequestGroup) -> list[tuple[str, ...]]:
+    """Return the weights that each request of the group's next batch needs, if any."""
+    # Requests with one identity need the same.
+    size = group.fill.count if group.adapter is None else 1
+    return [request.weights for request in islice(group, size) if request.weights]
 
 
 def _check_size(name: str, value: int, limit_name: str, limit: int | None) -> None:

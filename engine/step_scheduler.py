@@ -21,7 +21,7 @@ from omni_engine.engine.batching import (
 )
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
-from omni_engine.engine.scheduler_base import SchedulerBase
+from omni_engine.engine.scheduler_base import SchedulerBase, batch_weights
 from omni_engine.engine.waiting_queue import GroupId
 
 __all__ = ["StepAssignment", "StepScheduler"]
@@ -74,6 +74,18 @@ class StepScheduler(SchedulerBase):
         """Return how many requests wait, per (key, adapter) that has any."""
         unsent = Counter((request.key, request.adapter) for request in self._unsent.values())
         return dict(Counter(super().waiting_by_key()) + unsent)
+
+    def upcoming(self, count: int) -> list[tuple[str, ...]]:
+        """Return what to load: of requests that have a place, then of those that get one next."""
+        placed = sorted(self._unsent.values(), key=lambda request: request.seq)
+        found = dict.fromkeys([one.weights for one in placed if one.weights])
+        found |= dict.fromkeys(super().upcoming(count))
+        for group_id in self._table.resident():
+            if len(found) >= count:
+                break
+            if group := self._queue.group(group_id):
+                found |= dict.fromkeys(batch_weights(group))
+        return list(islice(found, count))
 
     def worker_of(self, request_id: str) -> str | None:
         """Return the worker that runs the request; None if it isn't running on any."""

@@ -16,7 +16,6 @@ from omni_engine.engine.batching import BatchFill, BatchLimits, QueuedRequest, R
 GroupId = tuple[Hashable, Hashable | None]
 
 _HEAP_SLACK = 32
-_IN_WAIT = 0
 
 
 class HeadIndex:
@@ -51,136 +50,21 @@ class HeadIndex:
         self._drop_removed()
         return self._groups[self._heap[0]] if self._heap else None
 
-    def second_seq(self) -> int | None:
-        """Return the ``seq`` of the second oldest head."""
-        self._drop_removed()
-        if len(self._groups) < 2:
-            return None
-        first = heappop(self._heap)
-        # A seq that left and came back may be in the heap twice.
-        while self._heap[0] == first:
-            heappop(self._heap)
-        self._drop_removed()
-        second = self._heap[0]
-        heappush(self._heap, first)
-        return second
+    def oldest(self, count: int) -> list[RequestGroup]:
+        """Return the ``count`` groups with the oldest heads, or all if there are fewer."""
+        seqs: list[int] = []
+        while self._heap and len(seqs) < count:
+            seq = heappop(self._heap)
+            # A seq that left and came back may be in the heap twice.
+            if seq in self._groups and (not seqs or seqs[-1] != seq):
+                seqs.append(seq)
+        for seq in seqs:
+            heappush(self._heap, seq)
+        return [self._groups[seq] for seq in seqs]
 
     def _drop_removed(self) -> None:
         while self._heap and self._heap[0] not in self._groups:
             heappop(self._heap)
-
-
-class FillIndex:
-    """Groups by how well they fill a batch, those in their admission wait kept apart.
-
-    A group's level is the number of requests in the batch it makes; a full one, whatever filled
-    it, has the top level.
-
-    Args:
-        top: the level of a full group.
-        max_wait_s: how long the head of a group that isn't full waits from its arrival, seconds.
-    """
-
-    def __init__(self, top: int, max_wait_s: float) -> None:
-        self._top = top
-        self._max_wait_s = max_wait_s
-        self._now = -inf
-        self._places: dict[RequestGroup, tuple[int, int]] = {}
-        self._levels: dict[int, HeadIndex] = {}
-        self._by_adapter: dict[tuple[int, Hashable | None], HeadIndex] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, group: object) -> bool:
-        return group in self._places
-
-    def update(self, group: RequestGroup) -> None:
-        """Refile ``group`` after its head or its fill changed."""
-        old, new = self._places.get(group), self._place(group)
-        if new == old:
-            return
-        if new is None:
-            del self._places[group]
-        else:
-            self._places[group] = new
-            self._put(new, group)
-        if old is not None:
-            self._remove(old, group)
-
-    def remove(self, group: RequestGroup) -> None:
-        """Forget ``group``, if it is filed, until its next update."""
-        if (place := self._places.pop(group, None)) is not None:
-            self._remove(place, group)
-
-    def advance(self, now: float) -> None:
-        """End the admission waits that are over at ``now``, in seconds."""
-        self._now = now
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            group = self.first(_IN_WAIT)
-            assert group is not None
-            self.update(group)
-
-    def next_deadline(self) -> float | None:
-        """Return when the next admission wait ends, in seconds; None if no group is in one."""
-        group = self.first(_IN_WAIT)
-        if group is None or group.head is None:
-            return None
-        return group.head.arrival + self._max_wait_s
-
-    def top_level(self) -> int | None:
-        """Return the highest level that has a group; None if no group may go now."""
-        return max(self._levels, default=_IN_WAIT) or None
-
-    def oldest(self) -> RequestGroup | None:
-        """Return the group with the oldest head, whatever its level."""
-        firsts = filter(None, map(self.first, self._levels))
-        return min(firsts, key=lambda group: self._places[group][1], default=None)
-
-    def first(self, level: int) -> RequestGroup | None:
-        """Return the group at ``level`` with the oldest head."""
-        index = self._levels.get(level)
-        return None if index is None else index.first()
-
-    def first_of(self, level: int, adapters: Iterable[Hashable | None]) -> RequestGroup | None:
-        """Like ``first``, of the groups with one of ``adapters`` only."""
-        oldest: RequestGroup | None = None
-        for adapter in adapters:
-            index = self._by_adapter.get((level, adapter))
-            group = None if index is None else index.first()
-            if group and (oldest is None or self._places[group] < self._places[oldest]):
-                oldest = group
-        return oldest
-
-    def _place(self, group: RequestGroup) -> tuple[int, int] | None:
-        head = group.head
-        if head is None:
-            return None
-        if group.fill.full:
-            return self._top, head.seq
-        if self._max_wait_s and head.arrival + self._max_wait_s > self._now:
-            return _IN_WAIT, head.seq
-        return group.fill.count, head.seq
-
-    def _put(self, place: tuple[int, int], group: RequestGroup) -> None:
-        level, seq = place
-        if (index := self._levels.get(level)) is None:
-            index = self._levels[level] = HeadIndex()
-        index.put(seq, group)
-        adapted = (level, group.adapter)
-        if (index := self._by_adapter.get(adapted)) is None:
-            index = self._by_adapter[adapted] = HeadIndex()
-        index.put(seq, group)
-
-    def _remove(self, place: tuple[int, int], group: RequestGroup) -> None:
-        level, seq = place
-        self._levels[level].remove(seq)
-        if not self._levels[level]:
-            del self._levels[level]
-        adapted = (level, group.adapter)
-        self._by_adapter[adapted].remove(seq)
-        if not self._by_adapter[adapted]:
-            del self._by_adapter[adapted]
 
 
 class WaitingQueue:
@@ -197,6 +81,7 @@ class WaitingQueue:
         self._groups: dict[GroupId, RequestGroup] = {}
         self._heads = HeadIndex()
         self._size = 0
+        self._with_weights = 0
 
     def __len__(self) -> int:
         return self._size
@@ -204,6 +89,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         waiting = [request for group in self._groups.values() for request in group]
         return iter(sorted(waiting, key=lambda request: request.seq))
+
+    @property
+    def num_with_weights(self) -> int:
+        """How many of the requests need an adapter's weights."""
+        return self._with_weights
 
     def groups(self) -> Iterable[RequestGroup]:
         """Return the groups, none of them empty."""
@@ -217,18 +107,22 @@ class WaitingQueue:
         """Return the group of the oldest request of all."""
         return self._heads.first()
 
+    def oldest_groups(self, count: int) -> list[RequestGroup]:
+        """Return the groups of the ``count`` oldest heads, or all if there are fewer."""
+        return self._heads.oldest(count)
+
     def oldest_run(self) -> tuple[RequestGroup, BatchFill] | None:
         """Return the oldest group and the batch it makes up to the first of another group."""
-        group = self._heads.first()
-        if group is None:
+        heads = self._heads.oldest(2)
+        if not heads:
             return None
-        other = self._heads.second_seq()
-        return group, group.measure(inf if other is None else other)
+        other = heads[1].indexed_seq if len(heads) > 1 else None
+        return heads[0], heads[0].measure(inf if other is None else other)
 
     def push(self, request: QueuedRequest) -> None:
         """Add ``request``, the youngest of all; TypeError if its key or adapter can't be hashed."""
         group = self._group_of(request)
-        self._size += 1
+        self._count(request, 1)
         if group.append(request):
             self._file(group)
 
@@ -239,7 +133,7 @@ class WaitingQueue:
         for request in sorted(requests, key=lambda request: request.seq, reverse=True):
             group = self._group_of(request)
             group.insert(request)
-            self._size += 1
+            self._count(request, 1)
             touched[group] = None
         for group in touched:
             self._file(group)
@@ -247,14 +141,15 @@ class WaitingQueue:
     def take(self, group: RequestGroup, count: int) -> list[QueuedRequest]:
         """Remove and return the ``count`` oldest requests of ``group``."""
         taken = group.cut(count)
-        self._size -= len(taken)
+        for request in taken:
+            self._count(request, -1)
         self._file(group)
         return taken
 
     def remove(self, request: QueuedRequest) -> None:
         """Take out one waiting request."""
         group = self._groups[request.key, request.adapter]
-        self._size -= 1
+        self._count(request, -1)
         if group.unlink(request):
             self._file(group)
 
@@ -264,6 +159,11 @@ class WaitingQueue:
         for group in list(self._groups.values()):
             self.take(group, group.size)
         return drained
+
+    def _count(self, request: QueuedRequest, sign: int) -> None:
+        self._size += sign
+        if request.weights:
+            self._with_weights += sign
 
     def _group_of(self, request: QueuedRequest) -> RequestGroup:
         group_id = (request.key, request.adapter)
