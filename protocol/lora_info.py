@@ -15,7 +15,7 @@ class LoRAUse:
     """How much an adapter is asked for.
 
     Attributes:
-        total: requests that named it since it was registered, unfinished ones included.
+        total: requests that named it and its content in force, unfinished ones included.
         waiting: requests that wait.
         running: requests that run.
     """
