@@ -22,12 +22,13 @@ from PIL import Image
 from rich.console import Console
 from support_pipelines import pattern
 
-from omni_engine.cli import configuration, generate, inspection, interrupts, serve
+from omni_engine.cli import configuration, generate, inspection, interrupts, loras, serve
 from omni_engine.cli import main as cli
 from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
 from omni_engine.cli.progress import RequestProgress
 from omni_engine.engine.handles import RequestEvent
+from omni_engine.protocol.sampling import LoRARequest
 from omni_engine.stages.settings import OVERRIDES
 
 COMMAND = str(Path(sys.executable).with_name("omni-engine"))
@@ -122,7 +123,8 @@ def pictures_of(folder: Path) -> list[str]:
 
 
 HELPS = [[], ["serve"], ["generate"], ["status"], ["models"], ["config", "show"],
-         ["config", "check"]]  # fmt: skip
+         ["config", "check"], ["loras"],
+         *(["loras", name] for name in ("list", "load", "unload", "pin", "unpin"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", HELPS, ids=" ".join)
@@ -143,8 +145,9 @@ def test_help_documents_the_exit_codes(invoke: Callable[..., Result]) -> None:
 
 
 EPILOGS = [cli._EPILOG, serve._EPILOG, generate._EPILOG, inspection._STATUS_EPILOG,
-           inspection._MODELS_EPILOG, configuration._SHOW_EPILOG,
-           configuration._CHECK_EPILOG]  # fmt: skip
+           inspection._MODELS_EPILOG, configuration._SHOW_EPILOG, configuration._CHECK_EPILOG,
+           loras._EPILOG, loras._LIST_EPILOG, loras._LOAD_EPILOG, loras._UNLOAD_EPILOG,
+           loras._PIN_EPILOG, loras._UNPIN_EPILOG]  # fmt: skip
 EXAMPLES = [line.strip() for text in EPILOGS for line in text.splitlines() if "  omni-eng" in line]
 
 
@@ -154,7 +157,7 @@ def test_examples_are_valid_command_lines(example: str) -> None:
     context = None
     args = shlex.split(example)
     name = args.pop(0)
-    while hasattr(command, "get_command"):
+    while hasattr(command, "get_command") and args:
         context = command.make_context(name, args[:1], parent=context)
         name = args.pop(0)
         command = command.get_command(context, name)
@@ -243,6 +246,21 @@ WRONG = {
     "status --conect auto": "--connect",
     "models --connect ipc://": "--connect",
     "config check": "FILE",
+    "loras --connect nowhere": "--connect",
+    "loras --json load a b": "options of `loras load` stand after it",
+    "loras load a": "PATH",
+    "loras load a b --scale many": "--scale",
+    "loras unload": "NAME",
+    "loras unpin a --connect nowhere": "--connect",
+    "loras lode a b": "load",
+    "serve --lora-dirs DIR": "there is no folder",
+    "serve --max-cpu-loras 0": "--max-cpu-loras",
+    "serve --lora-merge always": "one of off, auto",
+    "serve --lora-merge auto --deterministic": "--lora-merge",
+    "serve --max-mixed-adapters 2": "set mixed_lora: true",
+    "serve --mixed-lora --max-loras 2 --max-mixed-adapters 3": "--max-mixed-adapters",
+    "generate a -o DIR --connect auto --mixed-lora": "--mixed-lora",
+    "generate a -o DIR --lora night --lora outline:1000": "lora_request.scale",
     "config show --threads 0": "--threads",
     "config show --max-pixels 0": "--max-pixels",
 }
@@ -632,7 +650,14 @@ def test_a_deploy_file_in_the_place_of_a_model(
     assert "--config" in result.error_text
 
 
-def test_only_one_adapter_a_request(invoke: Callable[..., Result], tmp_path: Path) -> None:
-    result = invoke("generate", "a", "-o", str(tmp_path), "--lora", "night", "--lora", "outline")
-    assert result.code == 2
-    assert "a request takes one adapter" in result.error_text
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ([], None),
+        (["night"], LoRARequest("night")),
+        (["night:0.5", "out:line"], (LoRARequest("night", 0.5), LoRARequest("out:line"))),
+        (["a:-1", "a:2"], (LoRARequest("a", -1), LoRARequest("a", 2))),
+    ],
+)
+def test_adapters_of_a_request(given: list[str], asked: object) -> None:
+    assert generate.SamplingOptions(lora=given).params().lora_request == asked

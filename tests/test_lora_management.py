@@ -292,11 +292,15 @@ def test_a_name_in_use_is_refused_unless_it_is_to_be_replaced(omni: Omni, make: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("name", ""), ("name", " x"), ("name", "x" * 201), ("name", 5), ("path", ""), ("path", 5), ("path", "x" * 5000), ("path", "a\0b"),
-        ("default_scale", "1"), ("default_scale", 101), ("default_scale", math.nan),
-        ("default_scale", True), ("pin", 1), ("preload", "yes"), ("replace", 0), ("model", 5),
+        *(("name", name) for name in ("", " x", "x" * 201, 5)),
+        *(("path", path) for path in ("", 5, "x" * 5000, "a\0b")),
+        *(("default_scale", scale) for scale in ("1", 101, math.nan, True)),
+        ("pin", 1),
+        ("preload", "yes"),
+        ("replace", 0),
+        ("model", 5),
     ],
-)  # fmt: skip
+)
 def test_fields_of_load_lora_are_checked_on_arrival(
     omni: Omni, make: Make, field: str, value: object
 ) -> None:
