@@ -6,7 +6,8 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple, TypeVar
 
-from omni_engine.engine.batching import RequestGroup, Weights, WorkerSlot
+from omni_engine.engine.batching import Weights, WorkerSlot
+from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.waiting_queue import HeadIndex
 from omni_engine.engine.warmth import WarmSets
 

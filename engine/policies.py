@@ -11,8 +11,9 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple, Protocol
 
-from omni_engine.engine.batching import BatchFill, RequestGroup, SchedulerConfig, WorkerSlot
+from omni_engine.engine.batching import SchedulerConfig, WorkerSlot
 from omni_engine.engine.fill_index import IN_WAIT, FillIndex
+from omni_engine.engine.request_group import BatchFill, RequestGroup
 from omni_engine.engine.waiting_queue import WaitingQueue
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from omni_engine.engine.batching import (
-    QueuedRequest,
-    RequestGroup,
-    RequestStatus,
-    SchedulerConfig,
-)
+from omni_engine.engine.batching import QueuedRequest, RequestStatus, SchedulerConfig
 from omni_engine.engine.policies import make_policy
+from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
 
 _LOOK_AHEAD = 8

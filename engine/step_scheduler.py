@@ -13,12 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-from omni_engine.engine.batching import (
-    QueuedRequest,
-    RequestGroup,
-    SchedulerConfig,
-    WorkerSlot,
-)
+from omni_engine.engine.batching import QueuedRequest, SchedulerConfig, WorkerSlot
+from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
 from omni_engine.engine.scheduler_base import SchedulerBase, batch_weights

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from omni_engine.engine.batching import BatchFill, BatchLimits, QueuedRequest, RequestGroup
+from omni_engine.engine.batching import BatchLimits, QueuedRequest
+from omni_engine.engine.request_group import BatchFill, RequestGroup
 
 GroupId = tuple[Hashable, Hashable | None]
 
