@@ -57,7 +57,8 @@ def print_status(found: Mapping[str, Any], output: Console) -> None:
     output.print(_engine(found))
     for stage in found["stages"]:
         output.print(_stage(stage))
-        for title, columns, rows in (_workers(stage), _groups(stage), _adapters(stage)):
+        tables = (_workers(stage), _groups(stage), _adapters(stage), _adapters_held(stage))
+        for title, columns, rows in tables:
             print_rows(output, title, columns, rows)
 
 
@@ -192,6 +193,29 @@ def _adapters(stage: Mapping[str, Any]) -> _Rows:
         for adapter in stage["adapters"]
     ]  # fmt: skip
     return f"adapters of {stage['name']}", columns, rows
+
+
+def _adapters_held(stage: Mapping[str, Any]) -> _Rows:
+    columns = ("worker", "on the device", "in host memory", "hits", "loads", "evictions",
+               "switches", "waits")  # fmt: skip
+    held = [(worker["worker_id"], worker["adapters"]) for worker in stage["workers"]]
+    rows = [
+        (worker_id, _counted(a["device"], a["device_bytes"]), _counted(a["host"], a["host_bytes"]),
+         f"{_percent(a['device_hit_rate'])} device, {_percent(a['memory_hit_rate'])} memory",
+         f"{a['loads']} in {duration(a['load_ms'] / 1000)}", a["evictions"],
+         f"{a['activations']} in {a['activation_ms']:.1f} ms", f"{a['wait_ms']:.0f} ms")
+        for worker_id, a in held
+        if a is not None
+    ]  # fmt: skip
+    return f"adapters in the workers of {stage['name']}", columns, rows
+
+
+def _counted(number: int, num_bytes: int) -> str:
+    return f"{number} ({megabytes(num_bytes)})"
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.0%}"
 
 
 def _message(described: Mapping[str, Any]) -> str:

@@ -199,10 +199,12 @@ def _put(data: Any, loc: Loc, value: object) -> bool:
             data = data[part]
         else:
             data = data.setdefault(part, {}) if isinstance(data, dict) else None
-    if isinstance(data, dict) or (isinstance(data, list) and isinstance(last, int)):
+    if isinstance(data, list) and isinstance(last, int):
         data[last] = value
         return True
-    return False
+    if isinstance(data, dict):
+        data[last] = value
+    return isinstance(data, dict)
 
 
 def _plain(value: object) -> object:
