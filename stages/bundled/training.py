@@ -93,14 +93,14 @@ class TrainingState:
 
 
 class Progress:
-    """Prints a line with the running loss and the time left, every so often."""
+    """Prints a line with the running loss and the time left: at first, every so often, at last."""
 
     def __init__(
         self, name: str, start: int, steps: int, every_seconds: float = PROGRESS_SECONDS
     ) -> None:
         self._name, self._start, self._steps = name, start, steps
         self._every_seconds = every_seconds
-        self._begun = self._printed = time.monotonic()
+        self._begun, self._printed = time.monotonic(), -math.inf
         self._running: dict[str, float] = {}
 
     def update(self, step: int, figures: Mapping[str, float]) -> None:
