@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ from test_step_mode import GATED
 
 from omni_engine import Omni
 from omni_engine.engine import client_desk, connection
-from omni_engine.protocol import codec, messages, plans, requests
+from omni_engine.protocol import adapters, codec, messages, plans, requests
+from omni_engine.protocol.adapters import Adapter, AdapterActivation, AdapterReport, AdaptersHeld
 from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
+from omni_engine.protocol.lora_info import LoRAInfo
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import (
     BatchPlan,
@@ -29,6 +32,7 @@ from omni_engine.protocol.plans import (
 from omni_engine.protocol.requests import build_request
 from omni_engine.protocol.sampling import SAMPLING_FIELDS
 from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS
+from omni_engine.stages.bundled import ADAPTER_DIR
 from omni_engine.stages.config import Limits
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -49,6 +53,26 @@ def stepped_engine(start_engine: Callable[..., Omni]) -> Omni:
 @pytest.fixture
 def raw_stepped(stepped_engine: Omni) -> Iterator[RawClient]:
     with RawClient(stepped_engine.endpoint) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def adapter_engine(
+    start_engine: Callable[..., Omni], tmp_path_factory: pytest.TempPathFactory
+) -> Omni:
+    """One worker with the bundled model, one adapter and a folder for more."""
+    return start_engine(
+        "bundled",
+        threads=1,
+        default_sampling_params={"height": 32, "width": 32, "num_inference_steps": 1},
+        lora_modules=[{"name": "night", "path": "bundled:night"}],
+        lora_dirs=[tmp_path_factory.mktemp("loras")],
+    )
+
+
+@pytest.fixture
+def raw_with_adapter(adapter_engine: Omni) -> Iterator[RawClient]:
+    with RawClient(adapter_engine.endpoint) as client:
         yield client
 
 
@@ -130,6 +154,33 @@ def test_no_preview_comes_unasked(raw_stepped: RawClient) -> None:
 def test_preview_every_is_checked_on_arrival(raw: RawClient, wrong: object) -> None:
     error = raw.refusal({"prompt": "a", "preview_every": wrong})
     assert (error["code"], error["field"]) == ("invalid_request", "preview_every")
+
+
+def test_adapters_are_managed_and_composed(
+    raw_with_adapter: RawClient, adapter_engine: Omni
+) -> None:
+    raw = raw_with_adapter
+    (folder,) = adapter_engine.settings.config.stage_args[0].engine_args.lora_dirs
+    shutil.copy(ADAPTER_DIR / "outline.safetensors", Path(folder, "lines.safetensors"))
+    load = {"name": "lines", "path": "lines.safetensors", "default_scale": 0.5}
+    loaded = raw.call("load_lora", **load)
+    assert loaded["type"] == "lora"
+    assert (loaded["lora"]["state"], loaded["lora"]["default_scale"]) == ("ready", 0.5)
+    refused = raw.call("load_lora", **load)
+    assert (refused["type"], refused["error"]["field"]) == ("error", "name")
+    both = [{"name": "night", "scale": 0.25}, {"name": "lines"}, {"name": "night", "scale": 0.5}]
+    raw.submit(request("both", lora_request=both), request("bare", lora_request=[]))
+    applied = raw.output("both")["applied_loras"]
+    assert {lora["name"]: lora["scale"] for lora in applied} == {"night": 0.75, "lines": 0.5}
+    assert raw.output("bare")["applied_loras"] == []
+    listed = raw.call("loras")
+    assert listed["type"] == "loras"
+    digests = {lora["name"]: lora["digest"] for lora in listed["loras"]}
+    assert {lora["digest"] for lora in applied} == set(digests.values())
+    assert raw.call("pin_lora", name="lines", pin=True)["lora"]["pin"] is True
+    assert raw.call("unload_lora", name="lines")["lora"]["state"] == "unloaded"
+    error = raw.refusal(request("gone", lora_request={"name": "lines"}))
+    assert error["code"] == "unknown_adapter"
 
 
 def test_the_engine_draws_a_seed_and_an_id(raw: RawClient) -> None:
@@ -240,7 +291,7 @@ def column(title: str) -> list[str]:
 CLIENT_TYPES = set(messages.CLIENT_FIELDS)
 ENGINE_TYPES = {
     messages.WELCOME, messages.ACCEPTED, messages.EVENT, messages.PROGRESS, messages.OUTPUT,
-    messages.STATUS, messages.READY, messages.PONG, messages.ERROR,
+    messages.STATUS, messages.READY, messages.PONG, messages.LORAS, messages.LORA, messages.ERROR,
 }  # fmt: skip
 
 
@@ -259,14 +310,20 @@ def test_the_page_lists_the_fields_a_client_sends(kind: str) -> None:
     assert f'{{"v": 1, "type": "{kind}", "id":' in PAGE.read_text()
 
 
-def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient, raw_stepped: RawClient) -> None:
+def test_the_page_lists_the_fields_the_engine_sends(
+    raw: RawClient, raw_stepped: RawClient, raw_with_adapter: RawClient
+) -> None:
     raw.submit(request("r"), request("", seed=1))
     raw_stepped.submit(request("r"))
+    raw_with_adapter.submit({**request("s", num_inference_steps=1, lora_request={"name": "night"})})
+    assert raw_with_adapter.output("s")["error"] is None
     told = {
         "welcome": raw.call("hello"),
         "ready": raw.call("wait_ready"),
         "pong": raw.call("ping"),
         "status (answer)": raw.call("status"),
+        "loras (answer)": raw_with_adapter.call("loras"),
+        "lora": raw_with_adapter.call("pin_lora", name="night", pin=True),
         "progress": raw_stepped.find(lambda message: message["type"] == "progress"),
         **{kind: raw.find(lambda message, kind=kind: message["type"] == kind)
            for kind in ("accepted", "event", "output", "error")},
@@ -277,6 +334,13 @@ def test_the_page_lists_the_fields_the_engine_sends(raw: RawClient, raw_stepped:
     for section, message in told.items():
         assert set(message) - common == set(column(f"{section} / field")), section
     assert set(told["welcome"]["models"][0]) == set(column("welcome / model field"))
+    (lora,) = told["loras (answer)"]["loras"]
+    assert set(lora) == set(told["lora"]["lora"]) == set(column("loras (answer) / lora field"))
+    assert set(lora["report"]) == set(column("loras (answer) / report field"))
+    with_adapters = raw_with_adapter.call("status")["status"]["stages"][0]
+    (holder,) = with_adapters["workers"]
+    assert set(holder["adapters"]) == set(column("Status / adapters field"))
+    assert set(with_adapters["adapters"][0]) >= {"name", "path", "digest", "error"}
     status = told["status (answer)"]["status"]
     assert set(status) >= set(column("Status / status field"))
     stage = status["stages"][0]
@@ -297,6 +361,8 @@ def test_the_page_lists_every_field_of_the_types() -> None:
         "Requests / prompt field": requests.PROMPT_FIELDS,
         "Requests / input": requests.INPUT_NAMES,
         "Requests / parameter": SAMPLING_FIELDS,
+        "loras (answer) / lora field": names_of(LoRAInfo),
+        "loras (answer) / report field": names_of(AdapterReport),
         "Outputs / output field": names_of(DiffusionOutput),
         "Outputs / metric": names_of(OutputMetrics),
         "Capabilities / capability": names_of(PipelineCapabilities),
@@ -338,15 +404,19 @@ def test_the_page_lists_what_engine_and_workers_say() -> None:
     rows = {row[0].strip("`"): row[1:] for row in TABLES[
         "Engine and workers (internal) / worker message"]}  # fmt: skip
     assert {kind for kind, (way, _) in rows.items() if way == "engine to worker"} == {
-        plans.BATCH_PLAN, plans.STEP_PLAN, plans.ABORT, plans.STOP,
+        plans.BATCH_PLAN, plans.STEP_PLAN, plans.ABORT, plans.STOP, adapters.ADAPTER_CHECK,
+        adapters.ADAPTER_PREFETCH, adapters.ADAPTER_PIN, adapters.ADAPTER_DROP,
     }  # fmt: skip
     assert {kind for kind, (way, _) in rows.items() if way == "worker to engine"} == {
         plans.READY, plans.OUTPUTS, plans.STEP_STATES, plans.HEARTBEAT, plans.FAULT,
+        adapters.ADAPTER_CHECKED, adapters.ADAPTERS_HELD,
     }  # fmt: skip
     requests = (build_request("a"),)
+    activations = (AdapterActivation((Adapter("a", "/a", "d"),), (0.5,)),)
     for wire in (
-        BatchPlan(1, requests).to_wire(),
-        StepPlan(1, 1, requests).to_wire(),
+        BatchPlan(1, requests, activations).to_wire(),
+        StepPlan(1, 1, requests, activations).to_wire(),
+        AdaptersHeld([], []).to_wire(),
         plans.outputs_message(1, []),
         StepReport(1).to_wire(),
     ):
