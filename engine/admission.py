@@ -7,8 +7,10 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.keys import RequestKey, request_key
+from omni_engine.protocol.adapters import AdapterActivation
 from omni_engine.protocol.errors import (
     ConfigError,
     InvalidRequestError,
@@ -16,7 +18,7 @@ from omni_engine.protocol.errors import (
     nearest,
 )
 from omni_engine.protocol.fields import unknown_field
-from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import ENGINE_FIELDS, MAX_SEED, OmniDiffusionSamplingParams
 from omni_engine.stages.config import EngineArgs, Limits
@@ -30,7 +32,7 @@ class AdmittedRequest:
     Attributes:
         request: with effective parameters and a seed.
         key: what it can share a batch with.
-        activation: the adapter it runs under.
+        activation: the adapters it runs under.
         rows: pictures it makes.
         work: rows x pixels x frames.
     """
@@ -40,6 +42,11 @@ class AdmittedRequest:
     activation: AdapterActivation | None
     rows: int
     work: int
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The contents of adapters that it needs loaded, sorted."""
+        return () if self.activation is None else self.activation.digests
 
 
 class Admission:
@@ -66,6 +73,7 @@ class Admission:
         self._limits = limits
         self._registry = registry
         self._capabilities = capabilities
+        self._room = AdapterRoom.of(arguments, capabilities)
         self._stage_defaults = arguments.default_sampling_params.given()
         self._model_defaults = {
             name: value
@@ -85,12 +93,11 @@ class Admission:
                 hint=error.hint,
             ) from None
 
-    def admit(self, request: DiffusionRequest) -> AdmittedRequest:
-        """Check a request and fill in what it left open.
+    def check(self, request: DiffusionRequest) -> DiffusionRequest:
+        """Check all of a request but its adapters, and fill in what it left open.
 
         Raises:
             InvalidRequestError: naming the offending field.
-            UnknownAdapterError: if it names an adapter that isn't registered.
         """
         asked = request.sampling_params
         self._check_accepted(asked)
@@ -100,18 +107,29 @@ class Admission:
         self._check_limits(request.prompt, params)
         self._check_guidance(asked, params)
         self._check_sampler(params)
-        activation = self._registry.resolve(asked.lora_request)
         complete = dataclasses.replace(request, sampling_params=params)
-        rows = complete.num_outputs
-        work = rows * (params.height or 1) * (params.width or 1) * (params.num_frames or 1)
-        self._check_capacity(rows, work)
+        self._check_capacity(complete.num_outputs, _work(complete))
+        return complete
+
+    def admit(self, request: DiffusionRequest) -> AdmittedRequest:
+        """Check a request, fill in what it left open and settle what it runs under.
+
+        Raises:
+            InvalidRequestError: naming the offending field.
+            UnknownAdapterError: if it names an adapter that isn't registered.
+            OmniError: why an adapter that it names is unusable.
+        """
+        complete = self.check(request)
+        activation = self._registry.resolve(request.sampling_params.lora_requests)
+        self._room.check(activation, self._registry.contents.pinned)
         key = request_key(
             complete,
             self._capabilities,
             activation,
             step_execution=self._arguments.step_execution,
+            mixed=self._room.mixed is not None,
         )
-        return AdmittedRequest(complete, key, activation, rows, work)
+        return AdmittedRequest(complete, key, activation, complete.num_outputs, _work(complete))
 
     def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
         defaults = self._capabilities.defaults | self._model_defaults | self._stage_defaults
@@ -258,6 +276,12 @@ class Admission:
                 field="num_outputs_per_prompt x height x width x num_frames",
                 expected=f"at most {arguments.max_batch_work} (max_batch_work)",
             )
+
+
+def _work(request: DiffusionRequest) -> int:
+    params = request.sampling_params
+    pixels = (params.height or 1) * (params.width or 1) * (params.num_frames or 1)
+    return request.num_outputs * pixels
 
 
 def _any_of(names: frozenset[str]) -> str:

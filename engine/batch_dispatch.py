@@ -45,6 +45,11 @@ class BatchDispatch:
         """Return the worker that runs a running request."""
         return next(w for w, batch in self._running.items() if request_id in batch.request_ids)
 
+    def running_on(self, worker_id: str) -> tuple[str, ...]:
+        """Return the requests that a worker runs."""
+        batch = self._running.get(worker_id)
+        return () if batch is None else batch.request_ids
+
     def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
         """Act on the end of a batch."""
         del self._running[worker.worker_id]
@@ -68,14 +73,15 @@ class BatchDispatch:
         floor, worker = self._floor, self._floor.workers[assignment.worker_id]
         members = [floor.live[request_id] for request_id in assignment.request_ids]
         admitted = [live.admitted for live in members if live.admitted is not None]
+        plan = BatchPlan(
+            plan_id=assignment.batch_id,
+            requests=tuple([one.request for one in admitted]),
+            activations=tuple([one.activation for one in admitted]),
+        )
         self._running[worker.worker_id] = assignment
         worker.set_busy(True, now)
-        worker.hold(assignment.adapter)
+        worker.note_sent(admitted[0].key.adapter, plan.activations)
         worker.batches += 1
-        worker.requests += len(members)
         floor.batch_sizes[len(members)] += 1
-        plan = BatchPlan(
-            assignment.batch_id, tuple(a.request for a in admitted), admitted[0].activation
-        )
         floor.send(worker.worker_id, plan.to_wire())
         floor.note_running(members, now)

@@ -245,7 +245,7 @@ class ClientDesk:
                     "name": stage.name,
                     "state": stage.state,
                     "error": None if stage.error is None else stage.error.to_wire(),
-                    "adapters": [adapter.name for adapter in stage.registry.adapters],
+                    "adapters": list(stage.adapters.registry.names),
                 }
                 for stage in self._stages.values()
             ],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from omni_engine.engine.adapter_prefetch import WorkerLoad
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.worker_handle import WorkerHandle
@@ -34,6 +35,20 @@ class Floor:
     send: Callable[[str, dict[str, Any]], None]
     finish: Callable[[DiffusionOutput, float], None]
     batch_sizes: Counter[int]
+
+    def loads(self, running_on: Callable[[str], Iterable[str]]) -> list[WorkerLoad]:
+        """Return the workers that are ready, with what they run.
+
+        Args:
+            running_on: returns the requests that a worker runs.
+        """
+        loads = []
+        for worker in self.workers.values():
+            if worker.is_ready:
+                members = [self.live[i] for i in running_on(worker.worker_id) if i in self.live]
+                needed = {d for m in members if m.admitted for d in m.admitted.weights}
+                loads.append(WorkerLoad(worker.worker_id, len(members), frozenset(needed)))
+        return loads
 
     def note_running(self, members: Iterable[LiveRequest], now: float) -> None:
         """Tell requests that they were sent to a worker."""
@@ -87,6 +102,7 @@ class SchedulerLife(Protocol):
         *,
         key: Hashable,
         adapter: Hashable | None,
+        weights: tuple[str, ...] = (),
         rows: int = 1,
         work: int = 1,
         now: float,
@@ -98,6 +114,9 @@ class SchedulerLife(Protocol):
 
     def finish(self, request_id: str, status: RequestStatus, now: float) -> RequestStatus | None:
         """Take note that a running request ended."""
+
+    def upcoming(self, count: int) -> list[tuple[str, ...]]:
+        """The contents of adapters that so many of the next batches need."""
 
     def next_deadline(self, now: float) -> float | None:
         """When to schedule again if nothing else happens."""
@@ -118,6 +137,9 @@ class Dispatch(Protocol):
 
     def worker_of(self, request_id: str) -> str:
         """Return the worker that runs a running request."""
+
+    def running_on(self, worker_id: str) -> Iterable[str]:
+        """Return the requests that a worker runs."""
 
     def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
         """Act on the end of a batch."""

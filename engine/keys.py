@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from omni_engine.protocol.plans import AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.adapters import AdapterActivation, AdapterIdentity
+from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.tensors import TensorData
 
@@ -31,12 +32,13 @@ class RequestKey:
     Attributes:
         fields: sampling fields and extra arguments with their values, sorted by name.
         layout: names, shapes and dtypes of the conditioning inputs.
-        adapter: digest and canonical scale, or None for the bare model.
+        adapter: digests and canonical scales; None for the bare model, and for all requests where
+            adapters are mixed.
     """
 
     fields: tuple[tuple[str, Hashable], ...]
     layout: tuple[tuple[str, Hashable], ...]
-    adapter: tuple[str, float] | None
+    adapter: AdapterIdentity | None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,14 +55,16 @@ def request_key(
     activation: AdapterActivation | None,
     *,
     step_execution: bool = False,
+    mixed: bool = False,
 ) -> RequestKey:
     """Compute a request's key from its effective parameters (defaults filled in).
 
     Args:
         request: with every default filled in.
         capabilities: what its pipeline declares private to a request.
-        activation: the adapter it runs under.
+        activation: the adapters it runs under.
         step_execution: whether it will be stepped among requests at other steps.
+        mixed: whether requests with different adapters may share a forward.
     """
     params, private = request.sampling_params, capabilities.per_request
     if step_execution:
@@ -72,7 +76,7 @@ def request_key(
     return RequestKey(
         fields=tuple(sorted((name, frozen(value)) for name, value in {**shared, **extra}.items())),
         layout=tuple(sorted((n, _layout(v)) for n, v in request.multi_modal_data.items())),
-        adapter=None if activation is None else activation.identity,
+        adapter=None if mixed or activation is None else activation.identity,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from omni_engine.engine.admission import AdmittedRequest
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.protocol.errors import OmniError
-from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 
 PROGRESS_INTERVAL_S = 0.1
@@ -73,6 +74,19 @@ class LiveRequest:
         """The seed; None if none was given and the request was never admitted."""
         source = self.request if self.admitted is None else self.admitted.request
         return source.sampling_params.seed
+
+    def as_named(self, applied: list[AppliedLoRA]) -> list[AppliedLoRA]:
+        """Return the adapters that were active under the names that the request used.
+
+        A batch, or a worker's memory, shares contents; the names for them may differ.
+        """
+        activation = None if self.admitted is None else self.admitted.activation
+        if activation is None:
+            return applied
+        names = {adapter.digest: adapter.name for adapter in activation.adapters}
+        return [
+            dataclasses.replace(lora, name=names.get(lora.digest, lora.name)) for lora in applied
+        ]
 
     def failed(self, error: OmniError) -> DiffusionOutput:
         """Return the output that ends the request with an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.batch_dispatch import BatchDispatch
 from omni_engine.engine.dispatch import Dispatch, Floor
 from omni_engine.engine.scheduler import SchedulerConfig
@@ -27,6 +28,7 @@ def make_dispatch(
         request_batch_max_wait_ms=arguments.request_batch_max_wait_ms,
         policy=arguments.scheduling_policy,
         max_skip_ms=arguments.max_skip_ms,
+        max_mixed_adapters=AdapterRoom.of(arguments, capabilities).mixed,
     )
     if not arguments.step_execution:
         return BatchDispatch(floor, config)

@@ -6,28 +6,31 @@ passed in.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from omni_engine.engine.adapters import AdapterRegistry
+from omni_engine.engine.adapters import Settled
 from omni_engine.engine.admission import Admission
 from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.live_request import Listener, LiveRequest
 from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch
+from omni_engine.engine.parking import Parking
 from omni_engine.engine.scheduler import RequestStatus
+from omni_engine.engine.stage_adapters import StageAdapters
 from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
-from omni_engine.protocol import plans
+from omni_engine.protocol import adapters, plans
 from omni_engine.protocol.errors import (
     ModelLoadError,
     OmniError,
     RequestAbortedError,
     StageUnavailableError,
+    UnknownAdapterError,
     WorkerLostError,
     error_from_wire,
 )
+from omni_engine.protocol.lora_info import LoRAInfo
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import PipelineCapabilities, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
@@ -53,14 +56,14 @@ class StageRuntime:
     ) -> None:
         self.stage = stage
         self.name = stage.display_name
-        self.registry = AdapterRegistry(stage.engine_args)
         self._limits = limits
         self._send = send
         self._admission: Admission | None = None
         self.capabilities: PipelineCapabilities | None = None
         self._live: dict[str, LiveRequest] = {}
-        self._parked: dict[str, LiveRequest] = {}
+        self._parking = Parking()
         self.workers: dict[str, WorkerHandle] = {}
+        self.adapters = StageAdapters(stage, self.workers, self._live, self._parking, send)
         self.counters: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
         self._floor = Floor(self._live, self.workers, send, self._finish, self.batch_sizes)
@@ -78,8 +81,9 @@ class StageRuntime:
 
     @property
     def settled(self) -> bool:
-        """Whether no worker is still loading."""
-        return all(worker.state is not WorkerState.LOADING for worker in self.workers.values())
+        """Whether no worker is still loading, and every configured adapter has had its verdict."""
+        loading = any(worker.state is WorkerState.LOADING for worker in self.workers.values())
+        return not loading and self.adapters.registry.settled
 
     @property
     def busy(self) -> bool:
@@ -88,8 +92,8 @@ class StageRuntime:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started, those submitted while loading included."""
-        return self._dispatch.scheduler.num_waiting + len(self._parked)
+        """Requests that have not started, those that could not be judged yet included."""
+        return self._dispatch.scheduler.num_waiting + len(self._parking)
 
     @property
     def num_running(self) -> int:
@@ -120,9 +124,14 @@ class StageRuntime:
         if self.state == "down":
             raise self._unavailable()
         live = LiveRequest(request, listener, now)
+        if self._admission is not None:
+            self._admission.check(request)
+        ready = self._admission is not None
+        awaited = self.adapters.registry.awaiting(request.sampling_params.lora_requests, look=ready)
         if self._admission is None:
-            self.registry.resolve(request.sampling_params.lora_request)
-            self._parked[request.request_id] = live
+            self._parking.park(live)
+        elif awaited:
+            self._parking.park(live, awaited)
         else:
             self._admit(live, self._admission, now)
         self._live[request.request_id] = live
@@ -140,13 +149,13 @@ class StageRuntime:
             if live is None or live.answered:
                 continue
             self._answer(live, live.failed(error), now)
-            if self._parked.pop(request_id, None) is not None:
+            if self._parking.leave(request_id):
                 del self._live[request_id]
             elif self._dispatch.scheduler.abort(request_id, now) is RequestStatus.RUNNING:
                 worker_id = self._dispatch.worker_of(request_id)
                 running.setdefault(worker_id, []).append(request_id)
             else:
-                del self._live[request_id]
+                self._forget(live)
         for worker_id, ids in running.items():
             self._send(worker_id, {"type": plans.ABORT, "request_ids": ids})
 
@@ -169,9 +178,27 @@ class StageRuntime:
                 self._dispatch.on_outputs(worker, outputs, now)
             case plans.STEP_STATES:
                 self._dispatch.on_report(worker, StepReport.from_wire(message), now)
+            case adapters.ADAPTER_CHECKED:
+                self._release(self.adapters.on_checked(worker_id, message, now), now)
+            case adapters.ADAPTERS_HELD:
+                self.adapters.on_held(worker, message)
             case plans.FAULT:
                 worker.error = error_from_wire(message["error"])
                 logger.error("worker %s: %s", worker_id, worker.error)
+
+    def unload_adapter(self, name: str, now: float) -> LoRAInfo:
+        """Forget an adapter's name at once; requests that were admitted with it run on.
+
+        Returns:
+            What it was, with the requests that are left.
+
+        Raises:
+            OmniError: if it is refused.
+        """
+        info = self.adapters.unload(name, now)
+        for live in self._parking.release(name):
+            self._judge(live, now)
+        return info
 
     def give_up(self, worker_id: str, error: OmniError) -> None:
         """End a worker whose messages can't be used; its requests are told when it is gone."""
@@ -180,8 +207,15 @@ class StageRuntime:
         worker.kill()
 
     def dispatch(self, now: float) -> None:
-        """Give workers what the scheduler decides."""
+        """Give workers what the scheduler decides, adapter files to check and to load ahead."""
+        self.adapters.give_checks()
         self._dispatch.dispatch(now)
+        if self._dispatch.scheduler.num_waiting:
+            self.adapters.look_ahead(
+                self._dispatch.scheduler.upcoming,
+                lambda: self._floor.loads(self._dispatch.running_on),
+                now,
+            )
 
     def next_deadline(self, now: float) -> float | None:
         """When ``dispatch`` may decide differently through time alone."""
@@ -218,21 +252,24 @@ class StageRuntime:
             live.request_id,
             key=admitted.key,
             adapter=admitted.key.adapter,
+            weights=admitted.weights,
             rows=admitted.rows,
             work=admitted.work,
             now=live.arrival,
         )
+        self.adapters.note_admitted(admitted.activation, now)
 
     def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
         worker.ready_message = message
-        broken = {n: error_from_wire(e) for n, e in message["broken_adapters"].items()}
-        self.registry.mark_broken(broken)
         if self._admission is not None:
             worker.state = WorkerState.IDLE
+            self.adapters.welcome(worker, now)
             return
         capabilities = PipelineCapabilities.from_wire(message["capabilities"])
         try:
-            admission = Admission(self.stage.engine_args, self._limits, self.registry, capabilities)
+            admission = Admission(
+                self.stage.engine_args, self._limits, self.adapters.registry, capabilities
+            )
         except OmniError as error:
             worker.error = error  # it counts as loading until it is gone, and the stage is down
             worker.kill()
@@ -241,15 +278,42 @@ class StageRuntime:
         self._admission, self.capabilities = admission, capabilities
         self._dispatch = make_dispatch(self.stage.engine_args, capabilities, self._floor)
         self._warn_of_capacity(capabilities)
-        parked, self._parked = self._parked, {}
-        for live in parked.values():
-            self._admit_parked(live, admission, now)
+        self.adapters.suit(capabilities, now)
+        for live in self._parking.release_all():
+            self._judge(live, now, look=True)
 
-    def _admit_parked(self, live: LiveRequest, admission: Admission, now: float) -> None:
+    def _release(self, settled: list[Settled], now: float) -> None:
+        """Judge requests whose adapters have been checked."""
+        for entry, error in [(one.entry, one.error) for one in settled if not one.open]:
+            for live in self._parking.release(entry.name):
+                self._judge(live, now, reason=error)
+
+    def _judge(
+        self,
+        live: LiveRequest,
+        now: float,
+        *,
+        look: bool = False,
+        reason: OmniError | None = None,
+    ) -> None:
+        """Admit a parked request, refuse it, or let it wait on.
+
+        Args:
+            live: the request.
+            now: seconds, monotonic.
+            look: whether to look if files of its adapters have changed.
+            reason: why an adapter that it waited for may be none.
+        """
+        assert self._admission is not None  # before that, no request is judged
+        asked = live.request.sampling_params.lora_requests
         try:
-            self._admit(live, admission, now)
+            if awaited := self.adapters.registry.awaiting(asked, look=look):
+                self._parking.park(live, awaited)
+            else:
+                self._admit(live, self._admission, now)
         except OmniError as error:
-            self._answer(live, live.failed(error), now)
+            told = reason if reason and isinstance(error, UnknownAdapterError) else error
+            self._answer(live, live.failed(told), now)
             del self._live[live.request_id]
 
     def _warn_of_capacity(self, capabilities: PipelineCapabilities) -> None:
@@ -259,17 +323,19 @@ class StageRuntime:
             logger.warning(text, self.name, wanted, capabilities.batching_note)
 
     def _finish(self, output: DiffusionOutput, now: float) -> None:
-        live = self._live.pop(output.request_id)
-        activation = None if live.admitted is None else live.admitted.activation
-        if activation is not None:  # a batch shares content and scale; names may differ
-            name = activation.adapter.name
-            output.applied_loras = [
-                dataclasses.replace(lora, name=name) for lora in output.applied_loras
-            ]
+        live = self._live[output.request_id]
+        self._forget(live)
+        output.applied_loras = live.as_named(output.applied_loras)
         status = RequestStatus.FINISHED_ERROR if output.error else RequestStatus.FINISHED_COMPLETED
         self._dispatch.scheduler.finish(output.request_id, status, now)
         if not live.answered:
             self._answer(live, output, now)
+
+    def _forget(self, live: LiveRequest) -> None:
+        """Drop an admitted request that has ended."""
+        del self._live[live.request_id]
+        if live.admitted is not None:
+            self.adapters.note_ended(live.admitted.activation)
 
     def _answer(self, live: LiveRequest, output: DiffusionOutput, now: float) -> None:
         started = now if live.started is None else live.started
@@ -289,8 +355,10 @@ class StageRuntime:
         logger.error("%s", worker.error)
         for request_id in self._dispatch.lose(worker, now):
             self._finish(self._live[request_id].failed(worker.error), now)
+        self._release(self.adapters.lose(worker, now), now)
         if self.state == "down":
             self.abort_all(now, self._unavailable())
+            self.adapters.refuse_checks(self._unavailable(), now)
 
     def _unavailable(self) -> StageUnavailableError:
         return StageUnavailableError(

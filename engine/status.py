@@ -30,7 +30,13 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
             name: stage.counters[name] for name in ("received", "completed", "failed", "aborted")
         },
         "batch_sizes": {str(size): n for size, n in sorted(stage.batch_sizes.items())},
-        "adapters": stage.registry.describe(),
+        "adapters": [info.to_wire() for info in stage.adapters.describe(now)],
+        "max_loras": arguments.max_loras,
+        "max_cpu_loras": arguments.max_cpu_loras,
+        "lora_merge": arguments.lora_merge,
+        "mixed_lora": arguments.mixed_lora,
+        "effective_mixed_adapters": None if capabilities is None else stage.adapters.room.mixed,
+        "adapters_note": None if capabilities is None else capabilities.adapters_note,
         "capabilities": None if capabilities is None else capabilities.to_wire(),
         "workers": stage.describe_workers(now),
     }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.scheduler import SchedulerConfig, WorkerSlot
 from omni_engine.engine.step_scheduler import StepAssignment, StepScheduler
-from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
+from omni_engine.engine.worker_handle import WorkerHandle
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.plans import AdapterActivation, StepPlan, StepReport
+from omni_engine.protocol.plans import StepPlan, StepReport
 
 
 @dataclass(slots=True)
@@ -73,6 +75,10 @@ class StepDispatch:
             raise KeyError(request_id)
         return worker_id
 
+    def running_on(self, worker_id: str) -> Iterator[str]:
+        """Return the requests that a worker runs."""
+        return chain.from_iterable(self.scheduler.residents(worker_id).values())
+
     def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
         """Refuse the end of a batch: no batch was sent.
 
@@ -117,47 +123,41 @@ class StepDispatch:
         }
 
     def _ready(self) -> list[WorkerSlot]:
-        """Return the workers that take plans; one with an error is about to end."""
-        states = (WorkerState.IDLE, WorkerState.BUSY)
-        workers = self._floor.workers.values()
-        return [w.slot for w in workers if w.state in states and w.error is None]
+        """Return the workers that take plans."""
+        return [worker.slot for worker in self._floor.workers.values() if worker.is_ready]
 
     def _describe_group(self, group_id: int, request_ids: tuple[str, ...]) -> dict[str, Any]:
         members = [self._floor.live[request_id] for request_id in request_ids]
-        adapter = _activation(self._floor, request_ids)
+        activations = [live.admitted.activation for live in members if live.admitted is not None]
         first = members[0].request if members[0].admitted is None else members[0].admitted.request
         return {
             "group_id": group_id,
             "height": first.sampling_params.height,
             "width": first.sampling_params.width,
             "num_frames": first.sampling_params.num_frames,
-            "adapter": None
-            if adapter is None
-            else {"name": adapter.adapter.name, "scale": adapter.scale},
+            "adapters": [
+                {"name": adapter.name, "scale": scale}
+                for activation in dict.fromkeys(activations)
+                if activation is not None
+                for adapter, scale in zip(activation.adapters, activation.scales, strict=True)
+            ],
             "requests": [live.describe() for live in members],
         }
 
     def _start(self, assignment: StepAssignment, now: float) -> None:
         floor, worker = self._floor, self._floor.workers[assignment.worker_id]
         newcomers = [floor.live[request_id] for request_id in assignment.new_ids]
-        members = self.scheduler.residents(worker.worker_id).get(assignment.group_id, ())
-        if assignment.ticks:
-            self._steps[worker.worker_id].groups[assignment.plan_id] = assignment.group_id
-        worker.set_busy(True, now)
-        worker.hold(assignment.adapter)
-        worker.requests += len(newcomers)
+        admitted = [live.admitted for live in newcomers if live.admitted is not None]
         plan = StepPlan(
             plan_id=assignment.plan_id,
             group_id=assignment.group_id,
-            requests=tuple(live.admitted.request for live in newcomers if live.admitted),
-            activation=_activation(floor, members),
+            requests=tuple([one.request for one in admitted]),
+            activations=tuple([one.activation for one in admitted]),
             ticks=assignment.ticks,
         )
+        if assignment.ticks:
+            self._steps[worker.worker_id].groups[assignment.plan_id] = assignment.group_id
+        worker.set_busy(True, now)
+        worker.note_sent(assignment.adapter, plan.activations)
         floor.send(worker.worker_id, plan.to_wire())
         floor.note_running(newcomers, now)
-
-
-def _activation(floor: Floor, request_ids: tuple[str, ...]) -> AdapterActivation | None:
-    """Return the adapter that the requests of a group share."""
-    found = (floor.live[request_id].admitted for request_id in request_ids[:1])
-    return next((admitted.activation for admitted in found if admitted is not None), None)

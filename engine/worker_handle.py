@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import os
 import subprocess
 import sys
-from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from omni_engine.engine.devices import WorkerDevice
 from omni_engine.engine.scheduler import WorkerSlot
 from omni_engine.protocol import pipes
+from omni_engine.protocol.adapters import AdapterActivation, AdaptersHeld
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.plans import WorkerSpec
 
@@ -37,23 +39,21 @@ class WorkerHandle:
     Args:
         spec: what the worker is told at its start.
         device: the device and the environment that makes only it visible.
-        max_loras: adapters the worker keeps loaded.
         now: seconds, monotonic.
     """
 
-    def __init__(self, spec: WorkerSpec, device: WorkerDevice, max_loras: int, now: float) -> None:
+    def __init__(self, spec: WorkerSpec, device: WorkerDevice, now: float) -> None:
         self.worker_id = spec.worker_id
         self.device = device
         self.state = WorkerState.LOADING
         self.error: OmniError | None = None
         self.ready_message: dict[str, Any] = {}
         self.started_at = self.last_seen = now
-        self.batches = self.requests = 0
+        self.batches = self.requests = self.adapters_needed = 0
         self._busy_s = 0.0
         self._busy_since = now
-        self._max_loras = max_loras
-        self._held: OrderedDict[Any, None] = OrderedDict()
-        self._active: Any = None
+        self.held: AdaptersHeld | None = None
+        self._active: Hashable | None = None
         self._process = self._spawn(spec)
 
     @property
@@ -75,9 +75,15 @@ class WorkerHandle:
         return f"exit code {code}"
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it takes work; one with an error is about to end."""
+        return self.state in (WorkerState.IDLE, WorkerState.BUSY) and self.error is None
+
+    @property
     def slot(self) -> WorkerSlot:
         """The worker as the scheduler sees it."""
-        return WorkerSlot(self.worker_id, self._active, frozenset(self._held))
+        on_device = frozenset() if self.held is None else frozenset(self.held.device)
+        return WorkerSlot(self.worker_id, self._active, on_device)
 
     def busy_s(self, now: float) -> float:
         """Return the seconds for which it had work, up to now."""
@@ -94,19 +100,24 @@ class WorkerHandle:
             self._busy_s = self.busy_s(now)
             self.state = WorkerState.IDLE
 
-    def hold(self, adapter: Any) -> None:
-        """Note the adapter of the work that was sent last; None is the bare model."""
+    def note_sent(
+        self, adapter: Hashable | None, activations: Iterable[AdapterActivation | None]
+    ) -> None:
+        """Note that it was sent requests.
+
+        Args:
+            adapter: what they all run under; None: the bare model, or several.
+            activations: one per request.
+        """
         self._active = adapter
-        if adapter is not None:
-            self._held[adapter] = None
-            self._held.move_to_end(adapter)
-            while len(self._held) > self._max_loras:
-                self._held.popitem(last=False)
+        for activation in activations:
+            self.requests += 1
+            self.adapters_needed += 0 if activation is None else len(activation.adapters)
 
     def end(self, now: float) -> None:
         """Note that the process is gone."""
         self._busy_s = self.busy_s(now)
-        self.state = WorkerState.DEAD
+        self.state, self.held = WorkerState.DEAD, None
         self.close()
 
     def describe(self, now: float) -> dict[str, Any]:
@@ -123,7 +134,16 @@ class WorkerHandle:
             "batches": self.batches,
             "requests": self.requests,
             "busy_s": self.busy_s(now),
+            "adapters": None if self.held is None else self._describe_held(self.held),
         }
+
+    def _describe_held(self, held: AdaptersHeld) -> dict[str, Any]:
+        """Return how many adapters it has and what it counted; rates are of those needed."""
+        counters = {**dataclasses.asdict(held), "device": len(held.device), "host": len(held.host)}
+        hits = {"device": held.device_hits, "memory": held.device_hits + held.host_hits}
+        needed = self.adapters_needed
+        rates = {f"{where}_hit_rate": n / needed if needed else None for where, n in hits.items()}
+        return {**counters, "needed": needed, **rates}
 
     def terminate(self) -> None:
         """Ask the operating system to end the process."""

@@ -51,9 +51,8 @@ def _start_worker(stage: StageRuntime, name: str, endpoint: str, on_cpu: int) ->
         model=arguments.resolved_model(),
         device=device.torch_name,
         threads=threads,
-        adapters=stage.registry.adapters,
     )
-    return WorkerHandle(spec, device, arguments.max_loras, time.monotonic())
+    return WorkerHandle(spec, device, time.monotonic())
 
 
 def stop_workers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from omni_engine.protocol.fields import FieldRule, describe, refuse_unknown
 MAX_SEED = 2**63 - 1
 MAX_NAME_CHARS = 1000
 SCALE_DIGITS = 4
+MAX_SCALE = 100.0
+MAX_COMPOSED_ADAPTERS = 16
 
 OUTPUT_TYPES = ("np", "latent")
 
@@ -50,7 +52,7 @@ class LoRARequest:
             )
         fields.text().apply("lora_request.name", self.name)
         if self.scale is not None:
-            scale = fields.number(-100, 100).apply("lora_request.scale", self.scale)
+            scale = fields.number(-MAX_SCALE, MAX_SCALE).apply("lora_request.scale", self.scale)
             object.__setattr__(self, "scale", canonical_scale(scale))
 
     def to_wire(self) -> dict[str, Any]:
@@ -58,7 +60,15 @@ class LoRARequest:
         return {"name": self.name, "scale": self.scale}
 
 
-def _lora_request(value: object) -> LoRARequest:
+def _lora_request(value: object) -> LoRARequest | tuple[LoRARequest, ...]:
+    if isinstance(value, list | tuple):
+        if len(value) > MAX_COMPOSED_ADAPTERS:
+            raise ValueError
+        return tuple([_one_lora_request(one) for one in value])
+    return _one_lora_request(value)
+
+
+def _one_lora_request(value: object) -> LoRARequest:
     if isinstance(value, LoRARequest):
         return value
     if not isinstance(value, Mapping):
@@ -96,7 +106,11 @@ _RULES: dict[str, FieldRule] = {
     "eta": fields.number(0),
     "max_sequence_length": fields.integer(1, 2**31 - 1),
     "output_type": fields.one_of(*OUTPUT_TYPES),
-    "lora_request": FieldRule(_lora_request, "a LoRARequest or a dict with 'name' and 'scale'"),
+    "lora_request": FieldRule(
+        _lora_request,
+        "a LoRARequest or a dict with 'name' and 'scale', or a list of at most "
+        f"{MAX_COMPOSED_ADAPTERS} of these",
+    ),
     "extra_args": fields.plain_mapping("extra_args"),
 }
 
@@ -123,7 +137,9 @@ class OmniDiffusionSamplingParams:
         eta: DDIM's eta, >= 0.
         max_sequence_length: longest prompt in tokens.
         output_type: "np" (uint8 arrays, the default) or "latent".
-        lora_request: the adapter to apply.
+        lora_request: the adapter to apply, or a list of adapters to apply together, kept as a
+            tuple; the scales of one that is named twice add up. An empty list is the bare model,
+            whatever the stage's default is.
         extra_args: further arguments of the pipeline's call, checked against its signature.
 
     Raises:
@@ -147,7 +163,7 @@ class OmniDiffusionSamplingParams:
     eta: float | None = None
     max_sequence_length: int | None = None
     output_type: str | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | Sequence[LoRARequest] | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,6 +192,14 @@ class OmniDiffusionSamplingParams:
         refuse_unknown(given, SAMPLING_FIELDS, where)
         return cls(**given)
 
+    @property
+    def lora_requests(self) -> tuple[LoRARequest, ...] | None:
+        """The adapters asked for; empty: the bare model; None: the stage's default."""
+        asked = self.lora_request
+        if asked is None:
+            return None
+        return (asked,) if isinstance(asked, LoRARequest) else tuple(asked)
+
     def given(self) -> dict[str, Any]:
         """Return the fields that were set, by name."""
         named = ((name, getattr(self, name)) for name in SAMPLING_FIELD_ORDER)
@@ -193,8 +217,10 @@ class OmniDiffusionSamplingParams:
     def to_wire(self) -> dict[str, Any]:
         """Return a msgpack-able dict of the fields that were set."""
         wire = self.given()
-        if self.lora_request is not None:
+        if isinstance(self.lora_request, LoRARequest):
             wire["lora_request"] = self.lora_request.to_wire()
+        elif self.lora_request is not None:
+            wire["lora_request"] = [one.to_wire() for one in self.lora_request]
         if self.sigmas is not None:
             wire["sigmas"] = list(self.sigmas)
         return wire

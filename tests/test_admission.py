@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission, AdmittedRequest
 from omni_engine.engine.keys import request_key
+from omni_engine.protocol.adapters import Adapter, AdapterActivation, compose
 from omni_engine.protocol.errors import (
     ConfigError,
     InvalidRequestError,
@@ -20,9 +21,9 @@ from omni_engine.protocol.errors import (
     UnknownFieldError,
 )
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.plans import Adapter, AdapterActivation, PipelineCapabilities
+from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import build_request
-from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.stages.config import EngineArgs, Limits
 
 CAPABILITIES = PipelineCapabilities(
@@ -119,19 +120,32 @@ def test_arrays_count_by_content_and_conditioning_by_layout() -> None:
     assert small.key != admit().key
 
 
-def activation(digest: str, scale: float) -> AdapterActivation:
-    return AdapterActivation(Adapter("name", "path", digest), LoRARequest("name", scale).scale or 0)
+def activation(*parts: tuple[str, float]) -> AdapterActivation | None:
+    return compose((Adapter("name", "path", digest), scale) for digest, scale in parts)
 
 
 def test_adapter_and_canonical_scale_are_in_the_key() -> None:
     request = admit().request
     keys = [
-        request_key(request, CAPABILITIES, activation(digest, scale))
-        for digest, scale in (("d", 0.8), ("d", 0.80000001), ("d", 0.9), ("e", 0.8))
-    ]
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 3
+        request_key(request, CAPABILITIES, activation(*parts))
+        for parts in (
+            [("d", 0.8)], [("d", 0.80000001)], [("d", 0.5), ("d", 0.3)],
+            [("d", 0.9)], [("e", 0.8)], [("d", 0.8), ("e", 0.8)],
+        )
+    ]  # fmt: skip
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys)) == 4
     assert request_key(request, CAPABILITIES, None) not in keys
+
+
+def test_where_adapters_are_mixed_they_are_not_in_the_key() -> None:
+    request = admit().request
+    keys = [
+        request_key(request, CAPABILITIES, one, mixed=True)
+        for one in (None, activation(("d", 0.8)), activation(("e", 1.0)))
+    ]
+    assert keys[0] == keys[1] == keys[2]
+    assert keys[0].adapter is None
 
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
