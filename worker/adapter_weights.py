@@ -58,7 +58,7 @@ class AdapterWeights:
     layers: Mapping[str, LayerWeights]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
+        object.__setattr__(self, "layers", MappingProxyType(dict(sorted(self.layers.items()))))
 
     @property
     def num_bytes(self) -> int:

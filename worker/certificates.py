@@ -108,7 +108,7 @@ class CertificateStore:
             else _ListCall(chosen=choice.chosen, list_ms=choice.list_ms, step_ms=choice.step_ms),
         )
         try:
-            _write(self._path, stored.model_dump_json(indent=1).encode())
+            write_whole(self._path, stored.model_dump_json(indent=1).encode())
         except OSError as error:
             self._warn("written", error)
 
@@ -178,7 +178,7 @@ class _File(BaseModel):
         return Certificate(report, ListCallChoice(choice.chosen, choice.list_ms, choice.step_ms))
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file as a whole or not at all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
