@@ -56,7 +56,7 @@ class AdapterInfos:
         return self._info(entry, "unloaded", left, now)
 
     def _asked_by(self, live: LiveRequest) -> set[str]:
-        asked = self._registry.wanted(live.request.sampling_params.lora_requests)
+        asked = self._registry.wanted(live.adapters_asked)
         return {one.name for one in asked}
 
     def _info(self, entry: RegisteredAdapter, state: str, use: LoRAUse, now: float) -> LoRAInfo:

@@ -60,10 +60,9 @@ class AdapterUsage:
                 ended.append(digest)
         return ended
 
-    def forget(self, digest: str) -> None:
-        """Drop the counts of a content that no name means any more."""
-        for name_and_digest in [key for key in self._asked if key[1] == digest]:
-            del self._asked[name_and_digest]
+    def forget(self, name: str, digest: str) -> None:
+        """Drop the count of a name with a content that it means no more."""
+        self._asked.pop((name, digest), None)
 
     def total(self, name: str, digest: str | None) -> int:
         """Return how many requests were admitted with a name that meant a content."""

@@ -99,6 +99,11 @@ class AdapterRegistry:
             raise unknown_adapter(name, self.names)
         return entry
 
+    def digest_of(self, name: str) -> str | None:
+        """Return the content that a name means; None if it means none."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.digest
+
     # -- requests
 
     def wanted(self, asked: Sequence[LoRARequest] | None) -> Sequence[LoRARequest]:

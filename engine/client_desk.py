@@ -5,6 +5,7 @@ Every message is validated here; a bad one is answered with a typed error and do
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 import zmq
 
 import omni_engine
+from omni_engine.engine import adapter_desk
 from omni_engine.engine.live_request import Preview
 from omni_engine.engine.outbox import Outbox
 from omni_engine.engine.scheduler import RequestStatus
@@ -155,6 +157,12 @@ class ClientDesk:
                 self._reply(client, message, messages.PONG, session=client.session)
             case messages.BYE:
                 self._drop(client, now)
+            case kind if kind in adapter_desk.KINDS:
+                if self.closing and kind == messages.LOAD_LORA:
+                    raise closing_error()
+                stage = self._stage_for(message.body["model"])
+                send = functools.partial(self._outbox.send, client.identity)
+                adapter_desk.answer(message, stage, send, now)
 
     def _reply(
         self, client: Client, message: messages.ClientMessage, kind: str, **body: Any

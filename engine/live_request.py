@@ -14,6 +14,7 @@ from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.sampling import LoRARequest
 
 PROGRESS_INTERVAL_S = 0.1
 """Least time between two progress messages of a request that carry no news but the step."""
@@ -68,6 +69,11 @@ class LiveRequest:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def adapters_asked(self) -> tuple[LoRARequest, ...] | None:
+        """The adapters that the request names; None: the stage's default."""
+        return self.request.sampling_params.lora_requests
 
     @property
     def seed(self) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.batch_dispatch import BatchDispatch
 from omni_engine.engine.dispatch import Dispatch, Floor
@@ -9,6 +11,8 @@ from omni_engine.engine.scheduler import SchedulerConfig
 from omni_engine.engine.step_dispatch import StepDispatch
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.stages.config import EngineArgs
+
+logger = logging.getLogger(__name__)
 
 
 def make_dispatch(
@@ -39,6 +43,13 @@ def make_dispatch(
 def effective_max_num_seqs(arguments: EngineArgs, capabilities: PipelineCapabilities | None) -> int:
     """Return how many requests run together at most."""
     return arguments.max_num_seqs if _can_share(arguments, capabilities) else 1
+
+
+def warn_of_capacity(name: str, arguments: EngineArgs, capabilities: PipelineCapabilities) -> None:
+    """Log why a stage runs fewer requests together than configured, if it does."""
+    if effective_max_num_seqs(arguments, capabilities) != arguments.max_num_seqs:
+        text = "stage %s: max_num_seqs = %d has no effect: %s"
+        logger.warning(text, name, arguments.max_num_seqs, capabilities.batching_note)
 
 
 def _can_share(arguments: EngineArgs, capabilities: PipelineCapabilities | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,10 +32,12 @@ class FileState(NamedTuple):
 
 
 def file_state(path: str) -> FileState | None:
-    """Look at a file; None if there is none, or none that may be looked at."""
+    """Look at a file; None if there is none, or nothing that may be read."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait, perhaps for ever
         return None
     return FileState(found.st_mtime_ns, found.st_size, found.st_ino)
 

@@ -187,8 +187,10 @@ class EngineServer:
             self._worker_socket.send_multipart(frames, copy=False)
 
     def _stop_workers(self) -> None:
+        now = time.monotonic()
         for stage in self._stages.values():
-            stage.abort_all(time.monotonic(), closing_error())
+            stage.abort_all(now, closing_error())
+            stage.adapters.refuse_checks(closing_error(), now)
         workers = [worker for s in self._stages.values() for worker in s.workers.values()]
         stop_workers(workers, self._send_to_worker)
 

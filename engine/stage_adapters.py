@@ -15,7 +15,7 @@ from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapter_usage import AdapterUsage, most_at_once
 from omni_engine.engine.adapters import AdapterRegistry, Settled
 from omni_engine.engine.live_request import LiveRequest
-from omni_engine.engine.parking import Parking
+from omni_engine.engine.reception import Reception
 from omni_engine.engine.registered_adapter import RegisteredAdapter
 from omni_engine.engine.worker_handle import WorkerHandle
 from omni_engine.protocol.adapters import (
@@ -47,32 +47,33 @@ class StageAdapters:
 
     Args:
         stage: the stage's configuration.
+        registry: its adapters.
         workers: its workers by id.
         live: its requests by id.
-        parking: those of them that wait to be judged.
+        reception: judges those of them that wait for checks.
         send: sends a message to a worker by its id.
-
-    Raises:
-        ConfigError: if an adapter's file is missing.
     """
 
     def __init__(
         self,
         stage: StageConfig,
+        registry: AdapterRegistry,
         workers: Mapping[str, WorkerHandle],
         live: Mapping[str, LiveRequest],
-        parking: Parking,
+        reception: Reception,
         send: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.registry = AdapterRegistry(stage.engine_args)
+        self.registry = registry
         self.room = AdapterRoom.of(stage.engine_args, None)
         self._prefetch = Prefetch(stage.engine_args.max_loras, send)
         self._model = stage.display_name
         self._arguments = stage.engine_args
-        self._workers, self._live = workers, live
+        self._workers, self._live, self._reception = workers, live, reception
         self._send = send
         self._usage = AdapterUsage()
-        self._infos = AdapterInfos(self._model, self.registry, self._usage, workers, live, parking)
+        self._infos = AdapterInfos(
+            self._model, registry, self._usage, workers, live, reception.parking
+        )
         self._loads: dict[RegisteredAdapter, Loaded] = {}
         self._retired: set[str] = set()
         self._pinned: frozenset[str] = frozenset()
@@ -92,8 +93,8 @@ class StageAdapters:
 
     # -- workers
 
-    def suit(self, capabilities: PipelineCapabilities, now: float) -> list[Settled]:
-        """Take note of what the stage's pipeline can do; returns what that settles."""
+    def suit(self, capabilities: PipelineCapabilities, now: float) -> None:
+        """Take note of what the stage's pipeline can do."""
         arguments = self._arguments
         self.room = AdapterRoom.of(arguments, capabilities)
         if not capabilities.supports_lora:
@@ -104,11 +105,10 @@ class StageAdapters:
             )
             if arguments.lora_modules:
                 logger.warning("stage %s: %s", self._model, error)
-            return self._act_on(self.registry.give_up(error), now)
-        if arguments.mixed_lora and not capabilities.mixes_adapters:
+            self._act_on(self.registry.give_up(error), now)
+        elif arguments.mixed_lora and not capabilities.mixes_adapters:
             text = "stage %s: mixed_lora has no effect: %s"
             logger.warning(text, self._model, capabilities.adapters_note)
-        return []
 
     def welcome(self, worker: WorkerHandle, now: float) -> None:
         """Tell a worker that has become ready what to keep and what to load."""
@@ -142,35 +142,35 @@ class StageAdapters:
             for worker_id, check in checks.give([w.worker_id for w in self._ready()]):
                 self._send(worker_id, check.to_wire())
 
-    def on_checked(self, worker_id: str, message: Mapping[str, Any], now: float) -> list[Settled]:
-        """Act on a worker's verdict; returns what that settles."""
+    def on_checked(self, worker_id: str, message: Mapping[str, Any], now: float) -> None:
+        """Act on a worker's verdict."""
         check = self.registry.checks.answered(worker_id, message["check_id"])
         if check is None:
-            return []
+            return
         report, error = message["report"], message["error"]
         settled = self.registry.settle(
             check,
             None if report is None else AdapterReport.from_wire(report),
             None if error is None else error_from_wire(error),
         )
-        return self._act_on([settled], now)
+        self._act_on([settled], now)
 
     def on_held(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
         """Take note of what a worker has in memory."""
         worker.held = AdaptersHeld.from_wire(message)
         self._prefetch.note_held(worker.worker_id, worker.held)
 
-    def lose(self, worker: WorkerHandle, now: float) -> list[Settled]:
-        """Let others do the checks of a worker that died; returns what that settles."""
+    def lose(self, worker: WorkerHandle, now: float) -> None:
+        """Let others do the checks of a worker that died."""
         self._prefetch.forget(worker.worker_id)
         error = WorkerLostError(f"two workers died while they checked the file: {worker.error}")
         given_up = self.registry.checks.lose(worker.worker_id)
         settled = [self.registry.settle(check, None, error) for check in given_up]
-        return self._act_on(settled, now)
+        self._act_on(settled, now)
 
-    def refuse_checks(self, error: OmniError, now: float) -> list[Settled]:
-        """Answer everybody who waits for a check: nobody can do it; returns what that settles."""
-        return self._act_on(self.registry.refuse_checks(error), now)
+    def refuse_checks(self, error: OmniError, now: float) -> None:
+        """Answer everybody who waits for a check: nobody can do it."""
+        self._act_on(self.registry.refuse_checks(error), now)
 
     # -- management
 
@@ -205,8 +205,9 @@ class StageAdapters:
         for entry in meant:
             if (loaded := self._loads.pop(entry, None)) is not None:
                 loaded(error)
-        self._retire(meant[0].digest)
+        self._retire(name, meant[0].digest)
         self._tell_pins()
+        self._reception.release(name, None, now)
         return info
 
     def pin(self, name: str, pin: bool, now: float) -> LoRAInfo:
@@ -233,22 +234,24 @@ class StageAdapters:
     def _ready(self) -> list[WorkerHandle]:
         return [worker for worker in self._workers.values() if worker.is_ready]
 
-    def _act_on(self, settled: list[Settled], now: float) -> list[Settled]:
-        """Tell workers and whoever asked for a load; returns what was settled for good."""
-        over = [one for one in settled if one.done]
-        for entry, error, _, _, retired in over:
+    def _act_on(self, settled: list[Settled], now: float) -> None:
+        """Tell workers, those who asked for a load, and requests that waited for the check."""
+        for entry, error, done, still_open, retired in settled:
+            if not done:
+                continue
             if error is not None:
-                logger.error("adapter %s can't be used: %s", entry.name, error)
+                logger.warning("adapter %s can't be used: %s", entry.name, error)
             elif entry.adapter is not None:
                 self._retired.discard(entry.adapter.digest)
                 if entry.preload:
                     for worker in self._ready():
                         self._prefetch.tell(worker.worker_id, [entry.adapter], now)
-            self._retire(retired)
+            self._retire(entry.name, retired)
             if (loaded := self._loads.pop(entry, None)) is not None:
                 loaded(error or self._infos.of([entry], now)[0])
+            if not still_open:
+                self._reception.release(entry.name, error, now)
         self._tell_pins()
-        return over
 
     def _tell_pins(self) -> None:
         if (pinned := self.registry.contents.pinned) != self._pinned:
@@ -256,8 +259,12 @@ class StageAdapters:
             for worker in self._ready():
                 self._send(worker.worker_id, _pin_message(pinned))
 
-    def _retire(self, digest: str | None) -> None:
-        if digest is not None and digest not in self.registry.contents:
+    def _retire(self, name: str, digest: str | None) -> None:
+        """Let go of a content that a name may mean no more."""
+        if digest is None or self.registry.digest_of(name) == digest:
+            return
+        self._usage.forget(name, digest)
+        if digest not in self.registry.contents:
             self._retired.add(digest)
             self._drop_unused(digest)
 
@@ -265,7 +272,6 @@ class StageAdapters:
         """Let workers forget a content that no name means and no request needs any more."""
         if digest in self._retired and not self._usage.is_live(digest):
             self._retired.remove(digest)
-            self._usage.forget(digest)
             for worker in self._ready():
                 self._send(worker.worker_id, {"type": ADAPTER_DROP, "digests": [digest]})
 

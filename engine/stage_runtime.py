@@ -11,26 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from omni_engine.engine.adapters import Settled
-from omni_engine.engine.admission import Admission
+from omni_engine.engine.adapters import AdapterRegistry
+from omni_engine.engine.admission import Admission, AdmittedRequest
 from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.live_request import Listener, LiveRequest
-from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch
-from omni_engine.engine.parking import Parking
+from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch, warn_of_capacity
+from omni_engine.engine.reception import Reception
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.stage_adapters import StageAdapters
 from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
 from omni_engine.protocol import adapters, plans
 from omni_engine.protocol.errors import (
-    ModelLoadError,
     OmniError,
     RequestAbortedError,
     StageUnavailableError,
-    UnknownAdapterError,
-    WorkerLostError,
     error_from_wire,
 )
-from omni_engine.protocol.lora_info import LoRAInfo
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import PipelineCapabilities, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
@@ -58,12 +54,15 @@ class StageRuntime:
         self.name = stage.display_name
         self._limits = limits
         self._send = send
-        self._admission: Admission | None = None
+        self._last_added = 0.0
         self.capabilities: PipelineCapabilities | None = None
         self._live: dict[str, LiveRequest] = {}
-        self._parking = Parking()
         self.workers: dict[str, WorkerHandle] = {}
-        self.adapters = StageAdapters(stage, self.workers, self._live, self._parking, send)
+        registry = AdapterRegistry(stage.engine_args)
+        self._reception = Reception(registry, self._admit, self._refuse)
+        self.adapters = StageAdapters(
+            stage, registry, self.workers, self._live, self._reception, send
+        )
         self.counters: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
         self._floor = Floor(self._live, self.workers, send, self._finish, self.batch_sizes)
@@ -75,7 +74,7 @@ class StageRuntime:
         states = [worker.state for worker in self.workers.values()]
         if all(state is WorkerState.DEAD for state in states):
             return "down"
-        if self._admission is None:
+        if not self._reception.is_open:
             return "loading"
         return "degraded" if WorkerState.DEAD in states else "ready"
 
@@ -93,7 +92,7 @@ class StageRuntime:
     @property
     def num_waiting(self) -> int:
         """Requests that have not started, those that could not be judged yet included."""
-        return self._dispatch.scheduler.num_waiting + len(self._parking)
+        return self._dispatch.scheduler.num_waiting + len(self._reception.parking)
 
     @property
     def num_running(self) -> int:
@@ -122,18 +121,9 @@ class StageRuntime:
             OmniError: why the request is refused.
         """
         if self.state == "down":
-            raise self._unavailable()
+            raise self.unavailable()
         live = LiveRequest(request, listener, now)
-        if self._admission is not None:
-            self._admission.check(request)
-        ready = self._admission is not None
-        awaited = self.adapters.registry.awaiting(request.sampling_params.lora_requests, look=ready)
-        if self._admission is None:
-            self._parking.park(live)
-        elif awaited:
-            self._parking.park(live, awaited)
-        else:
-            self._admit(live, self._admission, now)
+        self._reception.take_in(live, now)
         self._live[request.request_id] = live
         self.counters["received"] += 1
         listener.on_status(request.request_id, RequestStatus.WAITING)
@@ -149,7 +139,7 @@ class StageRuntime:
             if live is None or live.answered:
                 continue
             self._answer(live, live.failed(error), now)
-            if self._parking.leave(request_id):
+            if self._reception.parking.leave(request_id):
                 del self._live[request_id]
             elif self._dispatch.scheduler.abort(request_id, now) is RequestStatus.RUNNING:
                 worker_id = self._dispatch.worker_of(request_id)
@@ -179,26 +169,12 @@ class StageRuntime:
             case plans.STEP_STATES:
                 self._dispatch.on_report(worker, StepReport.from_wire(message), now)
             case adapters.ADAPTER_CHECKED:
-                self._release(self.adapters.on_checked(worker_id, message, now), now)
+                self.adapters.on_checked(worker_id, message, now)
             case adapters.ADAPTERS_HELD:
                 self.adapters.on_held(worker, message)
             case plans.FAULT:
                 worker.error = error_from_wire(message["error"])
                 logger.error("worker %s: %s", worker_id, worker.error)
-
-    def unload_adapter(self, name: str, now: float) -> LoRAInfo:
-        """Forget an adapter's name at once; requests that were admitted with it run on.
-
-        Returns:
-            What it was, with the requests that are left.
-
-        Raises:
-            OmniError: if it is refused.
-        """
-        info = self.adapters.unload(name, now)
-        for live in self._parking.release(name):
-            self._judge(live, now)
-        return info
 
     def give_up(self, worker_id: str, error: OmniError) -> None:
         """End a worker whose messages can't be used; its requests are told when it is gone."""
@@ -233,21 +209,14 @@ class StageRuntime:
         for worker in self.workers.values():
             if worker.state is WorkerState.DEAD:
                 continue
-            limit = self.stage.engine_args.worker_startup_timeout_s
-            if worker.state is WorkerState.LOADING and now - worker.started_at > limit:
-                worker.error = ModelLoadError(
-                    f"worker {worker.worker_id} was not ready after {limit:g} s",
-                    field="worker_startup_timeout_s",
-                    value=limit,
-                    hint="Raise the limit if the model is large or must be downloaded.",
-                )
-                worker.kill()
-                worker.wait(5)
+            worker.check_startup(self.stage.engine_args.worker_startup_timeout_s, now)
             if worker.exit_code is not None:
                 self._on_death(worker, now)
 
-    def _admit(self, live: LiveRequest, admission: Admission, now: float) -> None:
-        live.admitted = admitted = admission.admit(live.request)
+    def _admit(self, live: LiveRequest, admitted: AdmittedRequest, now: float) -> None:
+        live.admitted = admitted
+        # The scheduler's clock never goes back; a request that was parked may be older than it.
+        self._last_added = max(self._last_added, live.arrival)
         self._dispatch.scheduler.add(
             live.request_id,
             key=admitted.key,
@@ -255,13 +224,18 @@ class StageRuntime:
             weights=admitted.weights,
             rows=admitted.rows,
             work=admitted.work,
-            now=live.arrival,
+            now=self._last_added,
         )
         self.adapters.note_admitted(admitted.activation, now)
 
+    def _refuse(self, live: LiveRequest, error: OmniError, now: float) -> None:
+        """End a parked request."""
+        self._answer(live, live.failed(error), now)
+        del self._live[live.request_id]
+
     def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
         worker.ready_message = message
-        if self._admission is not None:
+        if self._reception.is_open:
             worker.state = WorkerState.IDLE
             self.adapters.welcome(worker, now)
             return
@@ -275,52 +249,11 @@ class StageRuntime:
             worker.kill()
             return
         worker.state = WorkerState.IDLE
-        self._admission, self.capabilities = admission, capabilities
+        self.capabilities = capabilities
         self._dispatch = make_dispatch(self.stage.engine_args, capabilities, self._floor)
-        self._warn_of_capacity(capabilities)
+        warn_of_capacity(self.name, self.stage.engine_args, capabilities)
         self.adapters.suit(capabilities, now)
-        for live in self._parking.release_all():
-            self._judge(live, now, look=True)
-
-    def _release(self, settled: list[Settled], now: float) -> None:
-        """Judge requests whose adapters have been checked."""
-        for entry, error in [(one.entry, one.error) for one in settled if not one.open]:
-            for live in self._parking.release(entry.name):
-                self._judge(live, now, reason=error)
-
-    def _judge(
-        self,
-        live: LiveRequest,
-        now: float,
-        *,
-        look: bool = False,
-        reason: OmniError | None = None,
-    ) -> None:
-        """Admit a parked request, refuse it, or let it wait on.
-
-        Args:
-            live: the request.
-            now: seconds, monotonic.
-            look: whether to look if files of its adapters have changed.
-            reason: why an adapter that it waited for may be none.
-        """
-        assert self._admission is not None  # before that, no request is judged
-        asked = live.request.sampling_params.lora_requests
-        try:
-            if awaited := self.adapters.registry.awaiting(asked, look=look):
-                self._parking.park(live, awaited)
-            else:
-                self._admit(live, self._admission, now)
-        except OmniError as error:
-            told = reason if reason and isinstance(error, UnknownAdapterError) else error
-            self._answer(live, live.failed(told), now)
-            del self._live[live.request_id]
-
-    def _warn_of_capacity(self, capabilities: PipelineCapabilities) -> None:
-        wanted, together = self.stage.engine_args.max_num_seqs, self.effective_max_num_seqs
-        if together != wanted:
-            text = "stage %s: max_num_seqs = %d has no effect: %s"
-            logger.warning(text, self.name, wanted, capabilities.batching_note)
+        self._reception.open(admission, now)
 
     def _finish(self, output: DiffusionOutput, now: float) -> None:
         live = self._live[output.request_id]
@@ -346,21 +279,17 @@ class StageRuntime:
         live.listener.on_output(output)
 
     def _on_death(self, worker: WorkerHandle, now: float) -> None:
-        worker.end(now)
-        if worker.error is None:
-            worker.error = WorkerLostError(
-                f"worker {worker.worker_id} died: {worker.ending}",
-                hint="Its log on the engine's standard error tells more.",
-            )
-        logger.error("%s", worker.error)
+        error = worker.end(now)
+        logger.error("%s", error)
         for request_id in self._dispatch.lose(worker, now):
-            self._finish(self._live[request_id].failed(worker.error), now)
-        self._release(self.adapters.lose(worker, now), now)
+            self._finish(self._live[request_id].failed(error), now)
+        self.adapters.lose(worker, now)
         if self.state == "down":
-            self.abort_all(now, self._unavailable())
-            self.adapters.refuse_checks(self._unavailable(), now)
+            self.abort_all(now, self.unavailable())
+            self.adapters.refuse_checks(self.unavailable(), now)
 
-    def _unavailable(self) -> StageUnavailableError:
+    def unavailable(self) -> StageUnavailableError:
+        """Return the error for requests that come when no worker is left."""
         return StageUnavailableError(
             f"no worker of model {self.name!r} is alive: {self.error}",
             field="model",

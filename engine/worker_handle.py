@@ -15,7 +15,7 @@ from omni_engine.engine.devices import WorkerDevice
 from omni_engine.engine.scheduler import WorkerSlot
 from omni_engine.protocol import pipes
 from omni_engine.protocol.adapters import AdapterActivation, AdaptersHeld
-from omni_engine.protocol.errors import OmniError
+from omni_engine.protocol.errors import ModelLoadError, OmniError, WorkerLostError
 from omni_engine.protocol.plans import WorkerSpec
 
 WORKER_MODULE = "omni_engine.worker.process"
@@ -114,11 +114,28 @@ class WorkerHandle:
             self.requests += 1
             self.adapters_needed += 0 if activation is None else len(activation.adapters)
 
-    def end(self, now: float) -> None:
-        """Note that the process is gone."""
+    def check_startup(self, limit_s: float, now: float) -> None:
+        """End the process if it takes longer to load than ``limit_s`` seconds."""
+        if self.state is WorkerState.LOADING and now - self.started_at > limit_s:
+            self.error = ModelLoadError(
+                f"worker {self.worker_id} was not ready after {limit_s:g} s",
+                field="worker_startup_timeout_s",
+                value=limit_s,
+                hint="Raise the limit if the model is large or must be downloaded.",
+            )
+            self.kill()
+            self.wait(5)
+
+    def end(self, now: float) -> OmniError:
+        """Note that the process is gone; returns why."""
         self._busy_s = self.busy_s(now)
         self.state, self.held = WorkerState.DEAD, None
         self.close()
+        self.error = self.error or WorkerLostError(
+            f"worker {self.worker_id} died: {self.ending}",
+            hint="Its log on the engine's standard error tells more.",
+        )
+        return self.error
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the worker's state for status."""

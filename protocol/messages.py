@@ -18,7 +18,8 @@ from omni_engine.protocol.errors import (
     OmniError,
     ProtocolVersionError,
 )
-from omni_engine.protocol.fields import describe, refuse_unknown, text
+from omni_engine.protocol.fields import FieldRule, describe, number, refuse_unknown, text
+from omni_engine.protocol.sampling import MAX_SCALE
 
 PROTOCOL_VERSION = 1
 
@@ -61,6 +62,48 @@ CLIENT_FIELDS: dict[str, frozenset[str]] = {
 _COMMON = frozenset({"v", "type", "id"})
 MAX_REQUESTS_PER_MESSAGE = 4096
 MAX_CLIENT_CHARS = 200
+MAX_PATH_CHARS = 4096
+MAX_LORA_NAME_CHARS = 200
+
+
+def _lora_name(value: object) -> str:
+    name: str = text(MAX_LORA_NAME_CHARS).normalise(value)
+    if not name or name != name.strip():
+        raise ValueError
+    return name
+
+
+def _path(value: object) -> str:
+    path: str = text(MAX_PATH_CHARS).normalise(value)
+    if not path.strip() or "\0" in path:
+        raise ValueError
+    return path
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+_LORA_RULES = {
+    "model": text(),
+    "name": FieldRule(
+        _lora_name, f"1 to {MAX_LORA_NAME_CHARS} characters without blanks around them"
+    ),
+    "path": FieldRule(_path, f"a path of at most {MAX_PATH_CHARS} characters"),
+    "default_scale": number(-MAX_SCALE, MAX_SCALE),
+    "preload": FieldRule(_boolean, "true or false"),
+    "pin": FieldRule(_boolean, "true or false"),
+    "replace": FieldRule(_boolean, "true or false"),
+}
+_LORA_REQUIRED = {
+    LORAS: frozenset[str](),
+    LOAD_LORA: frozenset({"name", "path"}),
+    UNLOAD_LORA: frozenset({"name"}),
+    PIN_LORA: frozenset({"name", "pin"}),
+}
+"""Fields of adapter management that may not be nil, by message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +189,10 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
         _check_list(body["requests"], "requests", Mapping, "request maps")
     if kind == ABORT:
         _check_list(body["request_ids"], "request_ids", str, "request ids")
+    if kind in _LORA_REQUIRED:
+        for name, value in body.items():
+            if value is not None or name in _LORA_REQUIRED[kind]:
+                body[name] = _LORA_RULES[name].apply(name, value)
     return ClientMessage(kind, message_id, body)
 
 
