@@ -8,6 +8,7 @@ import math
 import weakref
 
 import pytest
+from scheduler_service import ABORTED, DONE, assert_nothing_kept
 
 from omni_engine.engine.scheduler import (
     Assignment,
@@ -17,8 +18,6 @@ from omni_engine.engine.scheduler import (
     WorkerSlot,
 )
 
-DONE = RequestStatus.FINISHED_COMPLETED
-ABORTED = RequestStatus.FINISHED_ABORTED
 ERROR = RequestStatus.FINISHED_ERROR
 POLICIES = ["grouped", "fifo"]
 
@@ -53,20 +52,6 @@ def run_all(scheduler: RequestScheduler, slot: WorkerSlot, now: float = 0.0) -> 
     return done
 
 
-def assert_nothing_kept(scheduler: RequestScheduler) -> None:
-    assert scheduler.num_waiting == scheduler.num_running == 0
-    assert scheduler.waiting_ids() == []
-    assert scheduler.waiting_by_key() == {}
-    assert scheduler.next_deadline(1e9) is None
-    assert not scheduler._live
-    assert not scheduler._queue._groups
-    assert len(scheduler._queue._heads) == 0
-    if index := getattr(scheduler._policy, "_index", None):
-        assert not index._places
-        assert not index._levels
-        assert not index._by_adapter
-
-
 # Configuration and admission
 
 
@@ -78,6 +63,7 @@ def assert_nothing_kept(scheduler: RequestScheduler) -> None:
         ("max_num_seqs", True),
         ("max_batch_rows", 0),
         ("max_batch_work", -1),
+        ("max_mixed_adapters", 0),
         ("request_batch_max_wait_ms", -1.0),
         ("request_batch_max_wait_ms", math.inf),
         ("request_batch_max_wait_ms", math.nan),
@@ -228,8 +214,8 @@ def test_a_group_whose_rows_are_used_up_counts_as_full():
 def test_among_equals_the_active_adapter_goes_first_then_a_held_one_then_the_oldest():
     scheduler = make()
     for adapter in ("cold", "held", "active"):
-        add(scheduler, f"{adapter}0 {adapter}1", adapter=adapter)
-    order = batches(run_all(scheduler, WorkerSlot("w", "active", frozenset({"held"}))))
+        add(scheduler, f"{adapter}0 {adapter}1", adapter=adapter, weights=(adapter,))
+    order = batches(run_all(scheduler, WorkerSlot("w", "active", frozenset({"active", "held"}))))
     assert order == ["active0 active1", "held0 held1", "cold0 cold1"]
     for adapter in ("cold", "older"):
         add(scheduler, adapter, adapter=adapter)
@@ -305,10 +291,10 @@ def test_a_held_adapter_is_used_where_nobody_has_it_active():
         WorkerSlot("w0", "X", frozenset({"X"})),
         WorkerSlot("w1", "Y", frozenset({"Y", "A"})),
     ]
-    add(scheduler, "a", adapter="A")
+    add(scheduler, "a", adapter="A", weights=("A",))
     assert scheduler.schedule(slots, 0.0)[0].worker_id == "w1"
     scheduler.finish("a", DONE, 0.0)
-    add(scheduler, "x", adapter="X")
+    add(scheduler, "x", adapter="X", weights=("X",))
     assert scheduler.schedule(slots[::-1], 0.0)[0].worker_id == "w0"
 
 
@@ -620,6 +606,7 @@ def test_memory_stays_bounded_over_many_aborts(policy):
     if index := getattr(scheduler._policy, "_index", None):
         heaps += [heads._heap for heads in index._levels.values()]
         heaps += [heads._heap for heads in index._by_adapter.values()]
+        heaps += [heads._heap for heads in index._by_weights.values()]
     assert max(len(heap) for heap in heaps) < 200
     scheduler.drain_waiting()
     assert_nothing_kept(scheduler)

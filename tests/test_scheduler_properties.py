@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_scheduler import assert_nothing_kept
+from scheduler_service import ABORTED, DONE, Arrival, Service, assert_nothing_kept
 
 from omni_engine.engine.scheduler import (
     Assignment,
@@ -20,8 +18,6 @@ from omni_engine.engine.scheduler import (
     WorkerSlot,
 )
 
-DONE = RequestStatus.FINISHED_COMPLETED
-ABORTED = RequestStatus.FINISHED_ABORTED
 ERROR = RequestStatus.FINISHED_ERROR
 
 steady = settings(
@@ -36,13 +32,17 @@ configs = st.builds(
     max_num_seqs=st.integers(1, 5),
     max_batch_rows=st.none() | st.integers(3, 8),
     max_batch_work=st.none() | st.integers(3, 12),
+    max_mixed_adapters=st.sampled_from([None, None, 2, 3]),
     request_batch_max_wait_ms=st.sampled_from([0, 0, 40, 500, 3000]),
     policy=st.sampled_from(["grouped", "grouped", "fifo"]),
     max_skip_ms=st.sampled_from([0, 100, 1000]),
 )
-adapters = st.sampled_from([None, "A", "B"])
+WEIGHTS = {None: (), "A": ("a",), "A twice": ("a",), "B": ("b",), "A and B": ("a", "b")}
+"""What each identity needs loaded: scales tell identities apart, not weights."""
+
+adapters = st.sampled_from(list(WEIGHTS))
 slots = st.builds(
-    WorkerSlot, st.just(""), adapters, st.frozensets(st.sampled_from(["A", "B"]), max_size=2)
+    WorkerSlot, st.just(""), adapters, st.frozensets(st.sampled_from(["a", "b"]), max_size=2)
 )
 worker_sets = st.lists(slots, max_size=3).map(
     lambda drawn: [
@@ -62,24 +62,30 @@ class Item:
     work: int
     arrival: float
     seq: int
+    weights: tuple[str, ...] = ()
     aborted: bool = False
 
 
 @dataclass
 class Naive:
+    """A batch is a list of items, a claimed slot has lost its active adapter or is left out."""
+
     config: SchedulerConfig
     waiting: list[Item] = field(default_factory=list)
     running: dict[str, Item] = field(default_factory=dict)
+    passed_over: list[tuple] = field(default_factory=list)
     seen: float = float("-inf")
 
     def first_batch(self, items: list[Item]) -> tuple[list[Item], bool]:
         """The longest prefix that fits, and whether it is full."""
         max_rows = self.config.max_batch_rows or 10**9
         max_work = self.config.max_batch_work or 10**9
+        max_mixed = self.config.max_mixed_adapters or 10**9
         for size in range(len(items), 0, -1):
             rows = sum(item.rows for item in items[:size])
             work = sum(item.work for item in items[:size])
-            if size <= self.config.max_num_seqs and rows <= max_rows and work <= max_work:
+            fits = size <= self.config.max_num_seqs and rows <= max_rows and work <= max_work
+            if fits and len(needed(items[:size])) <= max_mixed:
                 break
         used_up = size == self.config.max_num_seqs or rows == max_rows or work == max_work
         return items[:size], used_up or size < len(items)
@@ -111,17 +117,29 @@ class Naive:
         if oldest[0].arrival + self.config.max_skip_ms / 1000 <= now:
             return oldest
 
-        def rank(candidate):
-            batch, full = candidate
-            adapter = batch[0].group[1]
-            if any(slot.active_adapter == adapter for slot in unclaimed):
-                switch = 0
-            else:
-                switch = 2 - any(adapter in slot.held_adapters for slot in unclaimed)
-            size = self.config.max_num_seqs if full else len(batch)
-            return -size, switch, batch[0].seq
+        def size(batch, full):
+            return self.config.max_num_seqs if full else len(batch)
 
-        return min(ready, key=rank)[0]
+        held = [slot.held_adapters for slot in unclaimed]
+        warm = [one for one in ready if any(needed(one[0]) <= of_one for of_one in held)]
+        would_go = min(ready, key=lambda one: (-size(*one), one[0][0].seq))[0]
+        if not warm:
+            return would_go
+        if would_go not in [batch for batch, _ in warm]:
+            self.passed_over.append(would_go[0].group)
+        active = [slot.active_adapter for slot in unclaimed]
+        return min(
+            warm,
+            key=lambda one: (
+                -size(*one),
+                self.mixed or one[0][0].group[1] not in active,
+                one[0][0].seq,
+            ),
+        )[0]
+
+    @property
+    def mixed(self) -> bool:
+        return self.config.max_mixed_adapters is not None
 
     def schedule(self, idle: list[WorkerSlot], now: float) -> list[list[Item]]:
         self.seen = now
@@ -131,10 +149,28 @@ class Naive:
             for item in batch:
                 self.waiting.remove(item)
                 self.running[item.request_id] = item
-            suited = [slot for slot in unclaimed if slot.active_adapter == batch[0].group[1]]
-            if suited:
-                unclaimed.remove(suited[0])
+            self.passed_over = [one for one in self.passed_over if one != batch[0].group]
+            self.claim(unclaimed, batch)
         return batches
+
+    def claim(self, unclaimed: list[WorkerSlot], batch: list[Item]) -> None:
+        adapter, weights = batch[0].group[1], needed(batch)
+        if not weights:
+            at = [n for n, slot in enumerate(unclaimed) if slot.active_adapter is None]
+            for n in at[:1]:
+                slot = unclaimed[n]
+                unclaimed[n] = WorkerSlot(slot.worker_id, "claimed", slot.held_adapters)
+            return
+        suited = [slot for slot in unclaimed if adapter and slot.active_adapter == adapter]
+        suited += [slot for slot in unclaimed if weights <= slot.held_adapters]
+        if suited:
+            unclaimed.remove(suited[0])
+
+    def upcoming(self) -> set[tuple[str, ...]]:
+        """What the next batches of all groups need."""
+        groups = self.groups()
+        next_items = [item for items in groups for item in self.first_batch(items)[0]]
+        return {item.weights for item in next_items} - {()}
 
     def next_deadline(self, now: float) -> float | None:
         ends = [
@@ -168,18 +204,30 @@ class Naive:
         return [item.request_id for item in lost if item.aborted]
 
 
-def check_placement(got: list[Assignment], idle: list[WorkerSlot]) -> None:
-    """Workers are distinct, and as few of them as possible must switch their adapter."""
+def needed(batch: list[Item]) -> frozenset[str]:
+    return frozenset(digest for item in batch for digest in item.weights)
+
+
+def check_placement(
+    got: list[Assignment], needs: list[frozenset[str]], idle: list[WorkerSlot]
+) -> None:
+    """Workers are distinct; none serves a batch that could be served elsewhere as well."""
     by_id = {slot.worker_id: slot for slot in idle}
     used = [by_id[assignment.worker_id] for assignment in got]
     assert len({slot.worker_id for slot in used}) == len(used)
-    kept = sum(
-        slot.active_adapter == assignment.adapter
-        for slot, assignment in zip(used, got, strict=True)
-    )
-    wanted = Counter(assignment.adapter for assignment in got)
-    offered = Counter(slot.active_adapter for slot in idle)
-    assert kept == (wanted & offered).total()
+    batches = [(one.adapter, need, slot) for one, need, slot in zip(got, needs, used, strict=True)]
+    adapted = [(adapter, slot) for adapter, _, slot in batches if adapter is not None]
+    kept = sum(slot.active_adapter == adapter for adapter, slot in adapted)
+    wanted = Counter(adapter for adapter, _ in adapted)
+    assert kept == (wanted & Counter(slot.active_adapter for slot in idle)).total()
+    for adapter, need, slot in batches:
+        if not need or need <= slot.held_adapters or slot.active_adapter == adapter is not None:
+            continue
+        for holder in idle:
+            if need <= holder.held_adapters:
+                [(by, its)] = [(a, n) for a, n, user in batches if user is holder]
+                assert its
+                assert its <= holder.held_adapters or by == holder.active_adapter is not None
 
 
 operations = st.one_of(
@@ -211,11 +259,35 @@ class Pair:
         assert self.scheduler.waiting_ids() == [item.request_id for item in self.model.waiting]
         assert self.scheduler.num_running == len(self.model.running)
         assert self.scheduler.next_deadline(self.now) == self.model.next_deadline(self.now)
+        self.check_upcoming()
+
+    def check_upcoming(self) -> None:
+        upcoming = self.scheduler.upcoming(100)
+        assert len(set(upcoming)) == len(upcoming)
+        if self.model.config.policy == "fifo":
+            assert set(upcoming) <= self.model.upcoming()
+            return
+        assert set(upcoming) == self.model.upcoming()
+        assert self.scheduler.upcoming(1) == upcoming[:1]
+        waiting = {items[0].group: items for items in self.model.groups()}
+        self.model.passed_over = [one for one in self.model.passed_over if one in waiting]
+        if not self.model.mixed:
+            passed = [waiting[group][0] for group in dict.fromkeys(self.model.passed_over)]
+            passed.sort(key=lambda item: item.seq)
+            first = list(dict.fromkeys(item.weights for item in passed))
+            assert upcoming[: len(first)] == first
 
     def do_add(self, key, adapter, rows, work) -> None:
         name = f"r{self.count}"
-        self.scheduler.add(name, key=key, adapter=adapter, rows=rows, work=work, now=self.now)
-        self.model.waiting.append(Item(name, (key, adapter), rows, work, self.now, self.count))
+        weights = WEIGHTS[adapter]
+        if self.model.mixed:
+            adapter = None
+        self.scheduler.add(
+            name, key=key, adapter=adapter, weights=weights, rows=rows, work=work, now=self.now
+        )
+        self.model.waiting.append(
+            Item(name, (key, adapter), rows, work, self.now, self.count, weights)
+        )
         self.count += 1
 
     def do_wait(self, seconds: float | None = None) -> None:
@@ -225,6 +297,8 @@ class Pair:
             self.now += seconds
 
     def do_schedule(self, idle) -> None:
+        if self.model.mixed:
+            idle = [WorkerSlot(slot.worker_id, None, slot.held_adapters) for slot in idle]
         got = self.scheduler.schedule(idle, self.now)
         want = self.model.schedule(idle, self.now)
         assert [list(assignment.request_ids) for assignment in got] == [
@@ -233,7 +307,7 @@ class Pair:
         for assignment, batch in zip(got, want, strict=True):
             assert {(assignment.key, assignment.adapter)} == {item.group for item in batch}
             assert assignment.rows == sum(item.rows for item in batch)
-        check_placement(got, idle)
+        check_placement(got, [needed(batch) for batch in want], idle)
 
     def do_abort(self, number) -> None:
         name = self.some_id(number)
@@ -269,132 +343,6 @@ def test_every_decision_is_that_of_the_naive_model(config, steps):
 # Simulated service: events in time order, the scheduler woken by them and by its own deadlines
 
 
-@dataclass(frozen=True)
-class Arrival:
-    time: float
-    key: int
-    adapter: str | None
-    rows: int = 1
-    abort_after: float | None = None
-
-
-@dataclass
-class Service:
-    """Workers that serve arrivals, and a log of what happened to each request."""
-
-    config: SchedulerConfig
-    arrivals: list[Arrival]
-    workers: int
-    duration: float
-    loss_at: float | None = None
-    arrived: dict[str, Arrival] = field(default_factory=dict)
-    started: dict[str, list[float]] = field(default_factory=dict)
-    ended: dict[str, RequestStatus] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
-    batches: list[tuple[float, Assignment]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = RequestScheduler(self.config)
-        self.idle = {f"w{n}": WorkerSlot(f"w{n}", None) for n in range(self.workers)}
-        self.busy: dict[str, Assignment] = {}
-        self.tie = itertools.count()
-        self.events: list[tuple] = []
-        for number, arrival in enumerate(self.arrivals):
-            self.at(arrival.time, self.arrive, f"r{number}", arrival)
-        if self.loss_at is not None:
-            self.at(self.loss_at, self.lose)
-
-    def at(self, time: float, action, *args) -> None:
-        heapq.heappush(self.events, (time, next(self.tie), action, args))
-
-    def run(self) -> Service:
-        now = 0.0
-        while True:
-            deadline = self.scheduler.next_deadline(now)
-            due = [time for time in (deadline, self.events and self.events[0][0]) if time]
-            if not due:
-                return self
-            now = min(due)
-            while self.events and self.events[0][0] <= now:
-                _, _, action, args = heapq.heappop(self.events)
-                action(now, *args)
-            self.dispatch(now)
-
-    def arrive(self, now: float, name: str, arrival: Arrival) -> None:
-        self.arrived[name] = arrival
-        self.scheduler.add(
-            name, key=arrival.key, adapter=arrival.adapter, rows=arrival.rows, now=now
-        )
-        if arrival.abort_after is not None:
-            self.at(now + arrival.abort_after, self.abort, name)
-
-    def abort(self, now: float, name: str) -> None:
-        if self.scheduler.abort(name, now) is ABORTED:
-            self.end(name, ABORTED)
-
-    def dispatch(self, now: float) -> None:
-        waiting = self.scheduler.waiting_ids()
-        for batch in self.scheduler.schedule(list(self.idle.values()), now):
-            self.check(now, batch, waiting)
-            waiting = [name for name in waiting if name not in batch.request_ids]
-            del self.idle[batch.worker_id]
-            self.busy[batch.worker_id] = batch
-            self.batches.append((now, batch))
-            for name in batch.request_ids:
-                self.started.setdefault(name, []).append(now)
-            self.at(now + self.duration, self.complete, batch)
-        assert self.scheduler.num_running == sum(len(b.request_ids) for b in self.busy.values())
-
-    def check(self, now: float, batch: Assignment, waiting: list[str]) -> None:
-        """What holds for every batch; ``waiting`` is what waited just before it was picked."""
-        members = [self.arrived[name] for name in batch.request_ids]
-        assert {(one.key, one.adapter) for one in members} == {(batch.key, batch.adapter)}
-        assert 1 <= len(members) <= self.config.max_num_seqs
-        assert sum(one.rows for one in members) <= (self.config.max_batch_rows or 10**9)
-        same = [
-            name
-            for name in waiting
-            if (self.arrived[name].key, self.arrived[name].adapter) == (batch.key, batch.adapter)
-        ]
-        assert list(batch.request_ids) == same[: len(members)]
-        if self.config.policy == "fifo":
-            assert list(batch.request_ids) == waiting[: len(members)]
-            return
-        max_skip = self.config.max_skip_ms / 1000
-        passed_over = waiting[: waiting.index(batch.request_ids[0])]
-        assert not [i for i in passed_over if self.arrived[i].time + max_skip <= now]
-
-    def complete(self, now: float, batch: Assignment) -> None:
-        if self.busy.get(batch.worker_id) is not batch:
-            return
-        self.free(batch)
-        for name in batch.request_ids:
-            self.end(name, self.scheduler.finish(name, DONE, now))
-
-    def lose(self, now: float) -> None:
-        """The first busy worker dies and comes back at once, with nothing loaded."""
-        for batch in list(self.busy.values())[:1]:
-            self.free(batch, adapter=None)
-            aborted = self.scheduler.requeue(batch.request_ids, now)
-            self.lost.update(batch.request_ids)
-            for name in aborted:
-                self.end(name, ABORTED)
-
-    def free(self, batch: Assignment, **slot) -> None:
-        del self.busy[batch.worker_id]
-        adapter = slot.get("adapter", batch.adapter)
-        self.idle[batch.worker_id] = WorkerSlot(batch.worker_id, adapter)
-
-    def end(self, name: str, status: RequestStatus | None) -> None:
-        assert status is not None
-        assert name not in self.ended
-        self.ended[name] = status
-
-    def waits(self) -> Iterator[tuple[str, float]]:
-        for name, times in self.started.items():
-            yield name, times[0] - self.arrived[name].time
-
-
 def draw_arrivals(gaps) -> st.SearchStrategy[list[Arrival]]:
     one = st.tuples(
         gaps,
@@ -406,9 +354,19 @@ def draw_arrivals(gaps) -> st.SearchStrategy[list[Arrival]]:
 
     def build(rows):
         times = itertools.accumulate(row[0] for row in rows)
-        return [Arrival(1.0 + time, *row[1:]) for time, row in zip(times, rows, strict=True)]
+        return [
+            Arrival(1.0 + time, *row[1:], weights=WEIGHTS[row[2]])
+            for time, row in zip(times, rows, strict=True)
+        ]
 
     return st.lists(one, min_size=10, max_size=60).map(build)
+
+
+def unless_mixed(config: SchedulerConfig, arrivals: list[Arrival]) -> list[Arrival]:
+    """Arrivals have no identity where adapters are mixed."""
+    if config.max_mixed_adapters is None:
+        return arrivals
+    return [replace(arrival, adapter=None) for arrival in arrivals]
 
 
 @settings(steady, max_examples=300)
@@ -418,11 +376,16 @@ def draw_arrivals(gaps) -> st.SearchStrategy[list[Arrival]]:
     workers=st.integers(1, 3),
     duration=st.sampled_from([0.05, 0.4, 1.0]),
     loss_at=st.none() | st.sampled_from([1.2, 2.0, 3.3]),
+    load_s=st.sampled_from([0.0, 0.2]),
+    prefetch=st.integers(0, 3),
 )
 def test_in_service_nothing_is_lost_nothing_runs_twice_and_nothing_is_kept(
-    config, arrivals, workers, duration, loss_at
+    config, arrivals, workers, duration, loss_at, load_s, prefetch
 ):
-    service = Service(config, arrivals, workers, duration, loss_at).run()
+    arrivals = unless_mixed(config, arrivals)
+    service = Service(
+        config, arrivals, workers, duration, loss_at, max_loras=3, load_s=load_s, prefetch=prefetch
+    ).run()
     assert len(service.ended) == len(arrivals)
     for name, arrival in service.arrived.items():
         runs = len(service.started.get(name, []))
@@ -442,6 +405,7 @@ def test_in_service_nothing_is_lost_nothing_runs_twice_and_nothing_is_kept(
     workers=st.integers(1, 3),
 )
 def test_order_of_starts(config, arrivals, workers):
+    arrivals = unless_mixed(config, arrivals)
     service = Service(config, arrivals, workers, 0.4).run()
     order = [int(name[1:]) for _, batch in service.batches for name in batch.request_ids]
     if config.policy == "fifo":
