@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _Rows = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 """A table's title, columns and rows."""
 
+_ADAPTERS_SHOWN = 20
 _STEP_COLUMNS = ("ticks", "mean tick", "requests a tick")
 
 _STATUS_HELP = "Show a running engine: stages, queues, batch sizes, workers and adapters."
@@ -70,10 +71,16 @@ def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
         print_json(found)
         return
     rows = [
-        (model["name"], model["state"], ", ".join(model["adapters"]) or "-", _message(model))
+        (model["name"], model["state"], _names(model["adapters"]), _message(model))
         for model in found
     ]
     print_rows(console(), "models", ("name", "state", "adapters", "error"), rows)
+
+
+def _names(adapters: Sequence[str]) -> str:
+    more = len(adapters) - _ADAPTERS_SHOWN
+    shown = ", ".join(adapters[:_ADAPTERS_SHOWN]) or "-"
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _engine(found: Mapping[str, Any]) -> Any:
@@ -105,6 +112,7 @@ def _stage(stage: Mapping[str, Any]) -> Any:
         else "no",
         "samplers": _samplers(stage),
         "capacity": _capacity(stage),
+        "adapters": _adapter_settings(stage),
         "requests": f"{stage['waiting']} waiting, {stage['running']} running, "
         + ", ".join(f"{counts[kind]} {kind}" for kind in ("completed", "failed", "aborted")),
         "ticks by size" if stage["step_execution"] else "batch sizes": batch_sizes(
@@ -122,6 +130,21 @@ def _capacity(stage: Mapping[str, Any]) -> str:
         return f"{most} requests a tick, policy {policy}"
     wait_ms = stage["request_batch_max_wait_ms"]
     return f"{most} requests a batch, policy {policy}, admission wait {wait_ms:g} ms"
+
+
+def _adapter_settings(stage: Mapping[str, Any]) -> str | None:
+    """Return how adapters are kept and applied; None where there are none."""
+    capabilities = stage["capabilities"]
+    if not stage["adapters"] or capabilities is None or not capabilities["supports_lora"]:
+        return None
+    parts = [f"up to {stage['max_loras']} on a device, {stage['max_cpu_loras']} in host memory"]
+    if (mixed := stage["effective_mixed_adapters"]) is not None:
+        parts.append(f"up to {mixed} different in a forward")
+    elif stage["mixed_lora"]:
+        parts.append("mixed_lora has no effect")
+    if stage["lora_merge"] != "off":
+        parts.append("merged where one has a worker for itself")
+    return "; ".join([*parts, *filter(None, [stage["adapters_note"]])])
 
 
 def _samplers(stage: Mapping[str, Any]) -> str | None:
@@ -164,14 +187,14 @@ def _steps(worker: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _groups(stage: Mapping[str, Any]) -> _Rows:
-    columns = ("worker", "group", "size", "adapter", "requests", "steps done")
+    columns = ("worker", "group", "size", "adapters", "requests", "steps done")
     rows = []
     for worker in stage["workers"] if stage["step_execution"] else ():
         for group in worker["groups"]:
-            adapter, members = group["adapter"], group["requests"]
-            name = "-" if adapter is None else f"{adapter['name']}:{adapter['scale']:g}"
+            members = group["requests"]
+            names = ", ".join(f"{a['name']}:{a['scale']:g}" for a in group["adapters"])
             steps = ", ".join(f"{m['step_index']}/{m['num_steps'] or '?'}" for m in members)
-            row = (worker["worker_id"], group["group_id"], _size(group), name, len(members),
+            row = (worker["worker_id"], group["group_id"], _size(group), names or "-", len(members),
                    steps or "-")  # fmt: skip
             rows.append(row)
     return f"resident groups of {stage['name']}", columns, rows
@@ -186,13 +209,17 @@ def _size(group: Mapping[str, Any]) -> str:
 
 
 def _adapters(stage: Mapping[str, Any]) -> _Rows:
-    columns = ("name", "digest (SHA-256)", "default scale", "file", "error")
+    columns = ("name", "state", "digest (SHA-256)", "default scale", "file", "error")
+    adapters = stage["adapters"]
     rows = [
-        (adapter["name"], adapter["digest"][:DIGEST_CHARS], f"{adapter['default_scale']:g}",
-         adapter["path"], adapter["error"] or "-")
-        for adapter in stage["adapters"]
+        (adapter["name"], adapter["state"], (adapter["digest"] or "-")[:DIGEST_CHARS],
+         f"{adapter['default_scale']:g}", adapter["path"], _message(adapter))
+        for adapter in adapters[:_ADAPTERS_SHOWN]
     ]  # fmt: skip
-    return f"adapters of {stage['name']}", columns, rows
+    title = f"adapters of {stage['name']}"
+    if len(adapters) > len(rows):
+        title += f", {len(rows)} of {len(adapters)}: `omni-engine loras` lists all"
+    return title, columns, rows
 
 
 def _adapters_held(stage: Mapping[str, Any]) -> _Rows:

@@ -57,7 +57,7 @@ _UNLOAD_EPILOG = """
 [bold]Examples[/bold]
   omni-engine loras unload sketch
 """
-_PIN_HELP = "Keep an adapter on every device, whatever else is asked for."
+_PIN_HELP = "Never evict an adapter from a device again, whatever else is asked for."
 _PIN_EPILOG = """
 [bold]Examples[/bold]
   omni-engine loras pin sketch
@@ -162,7 +162,7 @@ def unload(
 
 
 def pin(name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False) -> None:
-    """Keep an adapter on the devices."""
+    """Never evict an adapter."""
     with connected(connect) as client:
         info = client.pin_lora(name, model=model)
     _print_result(info, f"{info.name} is pinned", as_json)
@@ -171,7 +171,7 @@ def pin(name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJso
 def unpin(
     name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False
 ) -> None:
-    """Let an adapter leave the devices."""
+    """Let an adapter be evicted."""
     with connected(connect) as client:
         info = client.pin_lora(name, False, model=model)
     _print_result(info, f"{info.name} is not pinned any more", as_json)

@@ -75,7 +75,7 @@ class LoRACalls(ABC):
         return LoRAInfo.from_wire(reply["lora"])
 
     def pin_lora(self, name: str, pin: bool = True, *, model: str | None = None) -> LoRAInfo:
-        """Keep an adapter on every device from now on, or, with ``pin=False``, no longer.
+        """Never evict an adapter from a device from now on, or, with ``pin=False``, again.
 
         Raises:
             UnknownAdapterError: if no adapter has the name.
@@ -120,7 +120,7 @@ class AsyncLoRACalls(ABC):
         return LoRAInfo.from_wire(reply["lora"])
 
     async def pin_lora(self, name: str, pin: bool = True, *, model: str | None = None) -> LoRAInfo:
-        """Keep an adapter on every device, or no longer; see ``OmniClient.pin_lora``."""
+        """Never evict an adapter from a device, or again; see ``OmniClient.pin_lora``."""
         reply = await self._call(messages.PIN_LORA, name=name, pin=pin, model=model)
         return LoRAInfo.from_wire(reply["lora"])
 

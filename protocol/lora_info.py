@@ -52,7 +52,7 @@ class LoRAInfo:
         error: why it can't be used; with ``ready`` why its file's new content can't.
         digest: SHA-256 of the content in force, hex; None before the first check.
         default_scale: strength of requests that give none.
-        pin: whether workers always keep it on the device.
+        pin: whether it is never evicted from a device.
         preload: whether workers load it before anybody asks.
         report: what the file holds; None before the first check.
         requests: how much it is asked for.
