@@ -50,9 +50,10 @@ def _place(path: str, roots: Sequence[str]) -> str:
     """
     places = [os.path.join(root, path) for root in roots]  # an absolute path stays as it is
     inside = [place for place in places if _is_inside(os.path.realpath(place), roots)]
-    if not inside:
+    found = next((place for place in inside if os.path.exists(place)), None)
+    if found is None and len(inside) < max(1, len(places)):
         raise _outside(path, roots)
-    return next((place for place in inside if os.path.exists(place)), inside[0])
+    return found or inside[0]
 
 
 def _is_inside(real: str, roots: Sequence[str]) -> bool:

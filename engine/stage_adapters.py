@@ -153,6 +153,8 @@ class StageAdapters:
             None if report is None else AdapterReport.from_wire(report),
             None if error is None else error_from_wire(error),
         )
+        if settled.error is not None:
+            logger.warning("adapter %s can't be used: %s", check.name, settled.error)
         self._act_on([settled], now)
 
     def on_held(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
@@ -239,9 +241,7 @@ class StageAdapters:
         for entry, error, done, still_open, retired in settled:
             if not done:
                 continue
-            if error is not None:
-                logger.warning("adapter %s can't be used: %s", entry.name, error)
-            elif entry.adapter is not None:
+            if error is None and entry.adapter is not None:
                 self._retired.discard(entry.adapter.digest)
                 if entry.preload:
                     for worker in self._ready():
