@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from omni_engine.protocol.adapters import AdapterIdentity
 from omni_engine.worker.adapter_weights import LayerWeights
 from omni_engine.worker.lora_layers import (
-    BlockwiseUpdate,
     ComponentHooks,
     Part,
     Parts,
-    StackedUpdate,
     UniformUpdate,
     Update,
     Updates,
-    common_rows,
     is_convolution,
+)
+from omni_engine.worker.mixed_rows import (
+    BlockwiseUpdate,
+    StackedUpdate,
+    common_rows,
     stacked_bytes,
 )
 
@@ -106,9 +108,14 @@ class ComponentBindings:
         needed = 0 if self._exact_rows else sum(map(_copied_bytes, blocks.values()))
         stacks = 0 < needed <= _MAX_STACKED_BYTES
         self._make_room(needed if stacks else 0)
-        updates = {
-            path: self._update(path, each, rows_per_block, stacks) for path, each in blocks.items()
-        }
+        shared: dict[Hashable, Tensor] = {}
+        updates: dict[str, Update] = {}
+        for path, each in blocks.items():
+            if stacks and _copied_bytes(each):
+                updates[path] = StackedUpdate(each, rows_per_block, shared)
+            else:
+                layer = self.hooks.layer(path)
+                updates[path] = BlockwiseUpdate(layer, each, rows_per_block, self._exact_rows)
         digests = frozenset(digest for one in identities for digest, _ in one)
         with self._lock:
             self._forwards[calls] = _Kept(updates, digests, needed if stacks else 0)
@@ -140,14 +147,6 @@ class ComponentBindings:
             )
             for path in paths
         }
-
-    def _update(
-        self, path: str, blocks: tuple[Parts, ...], rows_per_block: int, stacks: bool
-    ) -> Update:
-        if stacks and _copied_bytes(blocks):
-            return StackedUpdate(blocks, rows_per_block)
-        layer = self.hooks.layer(path)
-        return BlockwiseUpdate(layer, blocks, rows_per_block, self._exact_rows)
 
     def _make_room(self, num_bytes: int) -> None:
         with self._lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from omni_engine.protocol import adapters as wire
@@ -20,24 +19,10 @@ from omni_engine.protocol.outputs import AppliedLoRA
 from omni_engine.worker.adapter_bank import AdapterBank, Urgency
 from omni_engine.worker.adapter_bindings import Calls
 from omni_engine.worker.adapter_component import BASE, AdaptedPipeline
-from omni_engine.worker.adapter_loader import AdapterLoader, Library, Load
+from omni_engine.worker.adapter_loader import AdapterLoader, Library
 from omni_engine.worker.adapter_placement import AdapterPlacer
+from omni_engine.worker.adapter_requests import AdaptedRequest, adapters_of
 from omni_engine.worker.lora_layers import MixedRowsError
-
-
-@dataclass(slots=True)
-class _Request:
-    """What a request runs under.
-
-    Attributes:
-        activation: its adapters; None for the bare model.
-        loads: of those that weren't on the device, by digest.
-        parts: its identity in each component, where all is known that it depends on.
-    """
-
-    activation: AdapterActivation | None
-    loads: dict[str, Load] = field(default_factory=dict)
-    parts: dict[str, AdapterIdentity] = field(default_factory=dict)
 
 
 class AdapterRuntime:
@@ -74,7 +59,7 @@ class AdapterRuntime:
     ) -> None:
         self._pipeline = AdaptedPipeline(pipe, lambda d: self._bank.device(d), exact_rows, merge)
         self._bank = AdapterBank(max_loras, max_cpu_loras, on_evicted=self._pipeline.forget)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, AdaptedRequest] = {}
         self._loader = AdapterLoader(
             library,
             self._bank,
@@ -122,7 +107,7 @@ class AdapterRuntime:
     def assign(self, request_id: str, activation: AdapterActivation | None) -> None:
         """Let a request run under these adapters until it is released, and load them."""
         self.release([request_id])
-        request = self._requests[request_id] = _Request(activation)
+        request = self._requests[request_id] = AdaptedRequest(activation)
         self._bank.assign(() if activation is None else activation.digests)
         self._load_missing(request)
 
@@ -156,7 +141,7 @@ class AdapterRuntime:
             AdapterError: if one can't be loaded, or they don't fit on the device together.
         """
         request = self._request(request_id)
-        with self._on_device(_adapters_of([request]), [request]):
+        with self._on_device(adapters_of([request]), [request]):
             pass
 
     def applied(self, request_id: str) -> list[AppliedLoRA]:
@@ -208,7 +193,7 @@ class AdapterRuntime:
             if owner is not None and any(self._part(owner, name) for name in names)
         ]
         used = {digest for each in calls.values() for part, _ in each for digest, _ in part}
-        needed = {d: adapter for d, adapter in _adapters_of(requests).items() if d in used}
+        needed = {d: adapter for d, adapter in adapters_of(requests).items() if d in used}
         with self._on_device(needed, requests), self._running(calls):
             yield
 
@@ -219,9 +204,12 @@ class AdapterRuntime:
         Raises:
             AdapterError: if an adapter can't be loaded.
         """
-        request = _Request(activation)
-        with self._on_device(_adapters_of([request]), []):
-            calls = {name: ((self._part_of(request, name), 1),) for name in self._pipeline.modules}
+        request = AdaptedRequest(activation)
+        with self._on_device(adapters_of([request]), []):
+            calls = {
+                name: ((request.part(name, self._bank.components), 1),)
+                for name in self._pipeline.modules
+            }
             with self._running(calls):
                 yield
 
@@ -242,7 +230,7 @@ class AdapterRuntime:
 
     @contextlib.contextmanager
     def _on_device(
-        self, needed: Mapping[str, Adapter], requests: Sequence[_Request]
+        self, needed: Mapping[str, Adapter], requests: Sequence[AdaptedRequest]
     ) -> Iterator[None]:
         """Have adapters on the device, for requests of whose loads none has failed."""
         if not needed:
@@ -256,7 +244,7 @@ class AdapterRuntime:
             self._bank.let_go(needed)
             self._loader.make_use_of_room()
 
-    def _wait_for(self, needed: Mapping[str, Adapter], requests: Sequence[_Request]) -> None:
+    def _wait_for(self, needed: Mapping[str, Adapter], requests: Sequence[AdaptedRequest]) -> None:
         for load in (load for request in requests for load in request.loads.values()):
             if load.error is not None:
                 raise load.error
@@ -273,7 +261,7 @@ class AdapterRuntime:
             if load.error is not None:
                 raise load.error
 
-    def _load_missing(self, request: _Request) -> None:
+    def _load_missing(self, request: AdaptedRequest) -> None:
         for adapter in () if request.activation is None else request.activation.adapters:
             load = request.loads.get(adapter.digest)
             if load is not None and (load.error is not None or not load.done):
@@ -281,39 +269,18 @@ class AdapterRuntime:
             if not self._bank.touch(adapter.digest):
                 request.loads[adapter.digest] = self._loader.load(adapter, Urgency.NEEDED)
 
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> AdaptedRequest:
         found = self._requests.get(request_id)
         if found is None:
             raise KeyError(f"request {request_id!r} was not assigned what it runs under")
         return found
 
     def _part(self, request_id: str | None, component: str | None) -> AdapterIdentity:
-        return BASE if request_id is None else self._part_of(self._request(request_id), component)
-
-    def _part_of(self, request: _Request, component: str | None) -> AdapterIdentity:
-        """Return the part of a request's identity that may change a component."""
-        if request.activation is None:
-            return BASE
-        identity = request.activation.identity
-        if component is None:
-            return identity
-        if (part := request.parts.get(component)) is not None:
-            return part
-        known = [self._bank.components(digest) for digest, _ in identity]
-        part = tuple(
-            pair
-            for pair, components in zip(identity, known, strict=True)
-            if components is None or component in components
+        return (
+            BASE
+            if request_id is None
+            else self._request(request_id).part(component, self._bank.components)
         )
-        if None not in known:
-            request.parts[component] = part
-        return part
-
-
-def _adapters_of(requests: Iterable[_Request]) -> dict[str, Adapter]:
-    """Return the adapters of several requests by digest."""
-    found = (r.activation.adapters for r in requests if r.activation is not None)
-    return {adapter.digest: adapter for adapters in found for adapter in adapters}
 
 
 def _ignore_message(message: dict[str, Any]) -> None:

@@ -8,19 +8,14 @@ adds, by its path in the component.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Forward = Callable[..., Any]
-
-_ALIGNMENT = 64
-"""Bytes: how torch aligns what it allocates; results may depend on it by a bit."""
 
 
 class MixedRowsError(RuntimeError):
@@ -70,12 +65,16 @@ class ComponentHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._layers: dict[str, nn.Module] = {}
         self._hooks: dict[str, Forward] = {}
         self.updates: Updates | None = None
 
     def layer(self, path: str) -> nn.Module:
         """Return a layer; raises ``AttributeError`` if there is none at this path."""
-        return self._module.get_submodule(path)
+        layer = self._layers.get(path)
+        if layer is None:
+            layer = self._layers[path] = self._module.get_submodule(path)
+        return layer
 
     def original(self, path: str) -> Forward:
         """Return a layer's forward as it is without a hook."""
@@ -131,112 +130,7 @@ class UniformUpdate:
     def __call__(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the layer's result with the parts added."""
         result: Tensor = original(*args, **kwargs)
-        return _add(self.layer, self.parts, _input(args, kwargs), result)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockwiseUpdate:
-    """Other adapters for each block of rows, one block after the other.
-
-    Attributes:
-        layer: the layer.
-        blocks: what is added to each block; empty for the bare model.
-        rows_per_block: of the forward; a layer may have several inputs for each row.
-        exact: computes each block from memory of its own, so that it comes out the same, to the
-            bit, whatever is beside it. Else neighbours with equal parts are computed together.
-    """
-
-    layer: nn.Module
-    blocks: tuple[Parts, ...]
-    rows_per_block: int
-    exact: bool
-
-    def __call__(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the layer's result, with each block's parts added to its rows.
-
-        Raises:
-            MixedRowsError: if the input doesn't consist of the forward's rows.
-        """
-        result: Tensor = original(*args, **kwargs)
-        x = _input(args, kwargs)
-        number = len(self.blocks)
-        if x.ndim == 0 or x.shape[0] % (number * self.rows_per_block):
-            if all(parts is self.blocks[0] for parts in self.blocks):
-                return _add(self.layer, self.blocks[0], x, result)  # an input that rows share
-            raise _not_rows(x, number * self.rows_per_block)
-        length = x.shape[0] // number
-        pieces: list[Tensor] = []
-        for first, last, parts in self._runs():
-            rows = slice(first * length, last * length)
-            piece = result[rows]
-            pieces.append(_add(self.layer, parts, self._own(x[rows]), piece) if parts else piece)
-        return torch.cat(pieces)
-
-    def _runs(self) -> Iterable[tuple[int, int, Parts]]:
-        first = 0
-        for index, parts in enumerate(self.blocks):
-            following = index + 1
-            if not self.exact and following < len(self.blocks) and self.blocks[following] is parts:
-                continue
-            yield first, following, parts
-            first = following
-
-    def _own(self, x: Tensor) -> Tensor:
-        return x.clone() if self.exact and x.data_ptr() % _ALIGNMENT else x
-
-
-class StackedUpdate:
-    """Other adapters for each block of rows of a linear layer, all in two batched products.
-
-    Each block is multiplied with its own weights only: no other adapter can touch it. Blocks of the
-    bare model are left out.
-
-    Args:
-        blocks: what is added to each block; empty for the bare model. Ranks may differ.
-        rows_per_block: see ``BlockwiseUpdate``.
-    """
-
-    def __init__(self, blocks: Sequence[Parts], rows_per_block: int) -> None:
-        self._number, self._rows = len(blocks), len(blocks) * rows_per_block
-        changed = [index for index, parts in enumerate(blocks) if parts]
-        rank = max(_rank_of(blocks[index]) for index in changed)
-        stacked = [_stack(blocks[index], rank) for index in changed]
-        self._down = torch.stack([down for down, _ in stacked])  # (changed, rank, in)
-        self._up = torch.stack([up for _, up in stacked])  # (changed, rank, out)
-        whole = len(changed) == len(blocks)
-        self._changed = None if whole else torch.tensor(changed, device=self._down.device)
-
-    def __call__(self, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the layer's result, with each block's update added to its rows.
-
-        Raises:
-            MixedRowsError: if the input doesn't consist of the forward's rows.
-        """
-        result: Tensor = original(*args, **kwargs)
-        x = _input(args, kwargs)
-        if x.ndim < 2 or x.shape[0] % self._rows:
-            raise _not_rows(x, self._rows)
-        blocks = x.reshape(self._number, -1, x.shape[-1]).to(self._down.dtype)
-        base = result.reshape(self._number, -1, result.shape[-1])
-        if self._changed is not None:
-            blocks = blocks.index_select(0, self._changed)
-        hidden = torch.bmm(blocks, self._down.mT)
-        if self._changed is None and hidden.dtype == self._up.dtype == base.dtype:
-            return base.baddbmm_(hidden, self._up).reshape(result.shape)
-        update = torch.bmm(hidden, self._up).to(base.dtype)
-        if self._changed is None:
-            return (base + update).reshape(result.shape)
-        return base.index_add(0, self._changed, update).reshape(result.shape)
-
-
-def stacked_bytes(blocks: Sequence[Parts]) -> int:
-    """Return how much memory a ``StackedUpdate`` of these blocks takes."""
-    changed = [parts for parts in blocks if parts]
-    rank = max(map(_rank_of, changed), default=0)
-    if not rank:
-        return 0
-    down, up, _ = changed[0][0]
-    return len(changed) * rank * (down.shape[1] + up.shape[0]) * down.element_size()
+        return add_parts(self.layer, self.parts, input_of(args, kwargs), result)
 
 
 def is_convolution(parts: Parts) -> bool:
@@ -244,7 +138,7 @@ def is_convolution(parts: Parts) -> bool:
     return parts[0].down.ndim > 2
 
 
-def _add(layer: nn.Module, parts: Parts, x: Tensor, result: Tensor) -> Tensor:
+def add_parts(layer: nn.Module, parts: Parts, x: Tensor, result: Tensor) -> Tensor:
     """Return ``result`` with the parts' updates of ``x`` added, in its dtype."""
     dtype = result.dtype
     for part in parts:
@@ -262,30 +156,7 @@ def _low_rank(layer: nn.Module, part: Part, x: Tensor) -> Tensor:
     return functional.linear(functional.linear(x, part.down), part.up)
 
 
-def _rank_of(parts: Parts) -> int:
-    return sum(part.down.shape[0] for part in parts)
-
-
-def _stack(parts: Parts, rank: int) -> tuple[Tensor, Tensor]:
-    """Return down (rank, in) and up with its factors (rank, out), filled up with zeros."""
-    down = torch.cat([part.down for part in parts])
-    up = torch.cat([part.up * part.factor for part in parts], dim=1).T
-    missing = rank - down.shape[0]
-    return tuple(functional.pad(t, (0, 0, 0, missing)) for t in (down, up))  # type: ignore[return-value]
-
-
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return a layer's one input, however it was passed."""
     found: Tensor = args[0] if args else kwargs["input"]
     return found
-
-
-def _not_rows(x: Tensor, rows: int) -> MixedRowsError:
-    return MixedRowsError(
-        f"a layer's input of shape {tuple(x.shape)} doesn't consist of the forward's {rows} rows"
-    )
-
-
-def common_rows(numbers: Iterable[int]) -> int:
-    """Return the most rows that a block can have so that every call consists of blocks."""
-    return math.gcd(*numbers)
