@@ -117,11 +117,12 @@ class Prefetch:
             if len(taken[worker.worker_id] | wanted) <= self._places
         ]
 
-        def suits(worker: WorkerLoad) -> tuple[int, int, int, int]:
+        def suits(worker: WorkerLoad) -> tuple[int, ...]:
             worker_id = worker.worker_id
             loaded = len(wanted & self._has(worker_id))
             near = len(wanted & self._host.get(worker_id, frozenset()))
-            return loaded, near, -chosen[worker_id], -worker.running
+            busy = (chosen[worker_id], worker.running, len(taken[worker_id]))
+            return loaded, near, *(-n for n in busy)
 
         return max(roomy, key=suits, default=None)
 
