@@ -51,7 +51,8 @@ class Residency:
         members: its requests by id, running or unsent.
         unsent: those that wait to go with its next plan.
         outstanding: how many of its plans with ticks are not done.
-        last_plan: its last plan with ticks, -1 before the first.
+        last_plan: its last plan with ticks, before the first the last of its worker as it opened:
+            newcomers get in line, or a stream of short-lived ones would shut out the others.
         draining: whether it takes nobody in, so that its place becomes free.
         closed: whether it has ended.
     """
@@ -90,7 +91,7 @@ class Residency:
         self.members: dict[str, QueuedRequest] = {}
         self.unsent: dict[str, QueuedRequest] = {}
         self.outstanding = 0
-        self.last_plan = -1
+        self.last_plan = worker.last_plan
         self.draining = False
         self.closed = False
         self._rows = 0
@@ -178,6 +179,7 @@ class ResidentWorker:
         ready: whether it was among the ready workers last time.
         groups: its resident groups.
         outstanding: the groups of its plans with ticks that are not done, by plan id.
+        last_plan: its last plan with ticks, -1 before the first.
         rows: rows of all its requests together.
         work: work units of all its requests together.
     """
@@ -186,6 +188,7 @@ class ResidentWorker:
         "_turn",
         "_turn_ticks",
         "groups",
+        "last_plan",
         "outstanding",
         "ready",
         "rows",
@@ -200,6 +203,7 @@ class ResidentWorker:
         self.ready = False
         self.groups: dict[GroupId, Residency] = {}
         self.outstanding: dict[int, Residency] = {}
+        self.last_plan = -1
         self.rows = 0
         self.work = 0
         self._turn: Residency | None = None
@@ -217,7 +221,7 @@ class ResidentWorker:
             plan = home.plan(next(plan_ids), ticks)
             self.outstanding[plan.plan_id] = home
             home.outstanding += 1
-            home.last_plan = plan.plan_id
+            home.last_plan = self.last_plan = plan.plan_id
             yield plan
         for home in self.groups.values():
             if home.unsent and home.outstanding:

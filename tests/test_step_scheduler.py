@@ -246,6 +246,17 @@ def test_a_group_that_was_alone_makes_way_for_a_newcomer_after_what_is_planned()
     assert turns(stage)[start:] == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]
 
 
+def test_a_stream_of_short_lived_groups_does_not_shut_out_one_that_stays():
+    """Each runs for a turn and makes room for the next, which must not go before ``long``."""
+    stage = Stage(groups=3, quantum=2)
+    stage.add("long", key="long", steps=30)
+    for number in range(60):
+        stage.add(f"short{number}", key=number, steps=2)
+    stage.run()
+    assert turns(stage)[:12] == [0, 0, 1, 1, 2, 2, 0, 0, 3, 3, 4, 4]
+    assert list(stage.ended).index("long") < 32
+
+
 def test_a_turn_of_fast_ticks_is_not_exceeded_by_a_plan():
     stage = Stage(tick_ms=4.0, quantum=7)
     stage.add("a", key="x", steps=100)
@@ -332,9 +343,9 @@ def test_a_new_group_goes_where_its_adapter_is_active_or_held():
         WorkerSlot("w2", "A"),
     ]
     stage = Stage(workers=3)
-    stage.add("a", adapter="A", steps=9)
+    stage.add("a", adapter="A", weights=("A",), steps=9)
     assert joins(stage.schedule(slots)) == [("w2", "a")]
-    stage.add("b", key="other", adapter="A", steps=9)
+    stage.add("b", key="other", adapter="A", weights=("A",), steps=9)
     assert joins(stage.schedule(slots)) == [("w1", "b")]  # w2 is busier by now
 
 
