@@ -20,6 +20,9 @@ steady = settings(
 
 NEVER_MS = 1e9
 
+WEIGHTS = {"A": ("a",), "A twice": ("a",), "B": ("b",), "A and B": ("a", "b"), "C": ("c",)}
+"""What each identity needs loaded."""
+
 stages = st.fixed_dictionaries(
     {
         "workers": st.integers(1, 3),
@@ -29,6 +32,7 @@ stages = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 5),
         "max_batch_rows": st.none() | st.integers(3, 8),
         "max_batch_work": st.none() | st.integers(3, 12),
+        "max_mixed_adapters": st.sampled_from([None, 2, 3]),
         "policy": st.sampled_from(["grouped", "grouped", "fifo"]),
         "max_skip_ms": st.sampled_from([0.0, 50.0, 500.0, NEVER_MS]),
     }
@@ -36,7 +40,7 @@ stages = st.fixed_dictionaries(
 adds = st.tuples(
     st.just("add"),
     st.integers(0, 3),
-    st.sampled_from([None, None, "A"]),
+    st.sampled_from([None, None, *WEIGHTS]),
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -73,6 +77,7 @@ class Machine:
         assert scheduler.num_running == len(running)
         assert scheduler.num_waiting == len(self.stage.steps) - len(running) - len(self.stage.ended)
         assert sum(scheduler.waiting_by_key().values()) == scheduler.num_waiting
+        check_upcoming(self.stage)
         for one in running:
             assert scheduler.status_of(one) is RequestStatus.RUNNING
 
@@ -81,8 +86,15 @@ class Machine:
         return devices[number % len(devices)]
 
     def do_add(self, key, adapter, steps, rows, work) -> None:
+        mixed = self.stage.config.max_mixed_adapters is not None
         self.stage.add(
-            f"r{self.count}", key=key, adapter=adapter, steps=steps, rows=rows, work=work
+            f"r{self.count}",
+            key=key,
+            adapter=None if mixed else adapter,
+            weights=WEIGHTS.get(adapter, ()),
+            steps=steps,
+            rows=rows,
+            work=work,
         )
         self.count += 1
 
@@ -133,6 +145,19 @@ def occupancy(stage: Stage, ids) -> tuple[int, int, int]:
     return len(sizes), sum(rows for rows, _ in sizes), sum(work for _, work in sizes)
 
 
+def check_upcoming(stage: Stage) -> None:
+    """What is named is waited for; nothing is left out that has a place, or would be next."""
+    scheduler = stage.scheduler
+    upcoming = scheduler.upcoming(100)
+    assert len(set(upcoming)) == len(upcoming)
+    assert {stage.weights[one] for one in scheduler.waiting_ids()} >= set(upcoming)
+    assert () not in upcoming
+    heads = {group.head.weights for group in scheduler._queue.groups()}
+    placed = {one.weights for one in scheduler._unsent.values()}
+    assert (heads | placed) - {()} <= set(upcoming)
+    assert set(upcoming[: len(placed - {()})]) == placed - {()}
+
+
 def check_joined(stage: Stage, absent: set[str]) -> None:
     """Nobody without a place waits whose group runs somewhere with room, unless it drains."""
     scheduler, config = stage.scheduler, stage.config
@@ -151,6 +176,8 @@ def check_joined(stage: Stage, absent: set[str]) -> None:
                 count >= config.max_num_seqs
                 or rows + head.rows > (config.max_batch_rows or 10**9)
                 or work + head.work > (config.max_batch_work or 10**9)
+                or len(stage.needed([*home.members, head.request_id]))
+                > (config.max_mixed_adapters or 10**9)
             )
 
 
@@ -285,9 +312,10 @@ class Flood:
     extra=st.integers(0, 2),
     max_num_seqs=st.integers(2, 4),
     max_skip=st.sampled_from([0.1, 0.5]),
+    adapter=st.sampled_from([None, "never loaded before"]),
 )
 def test_under_floods_a_cold_request_starts_max_skip_and_a_drain_after_its_arrival(
-    workers, groups, quantum, steps, extra, max_num_seqs, max_skip
+    workers, groups, quantum, steps, extra, max_num_seqs, max_skip, adapter
 ):
     """The flood's own backlog, always one per hot group, bounds how many drains go before."""
     stage = Stage(
@@ -300,7 +328,8 @@ def test_under_floods_a_cold_request_starts_max_skip_and_a_drain_after_its_arriv
     hot = Flood(stage, groups + extra, steps, backlog=max_num_seqs + 1)
     for _ in range(20):
         hot.round()
-    stage.add("cold", key="cold", steps=1)
+    weights = () if adapter is None else (adapter,)
+    stage.add("cold", key="cold", adapter=adapter, weights=weights, steps=1)
     arrived = stage.now
     # A drained group runs its longest request's steps in turns with the others.
     drain = (steps + quantum) * groups + 2

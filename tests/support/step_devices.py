@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from scheduler_service import assert_policy_keeps_nothing
+
 from omni_engine.engine.batching import RequestStatus, SchedulerConfig, WorkerSlot
 from omni_engine.engine.step_scheduler import StepAssignment, StepScheduler
 
@@ -27,10 +29,16 @@ class Report:
 
 @dataclass
 class Device:
-    """One worker: plans in order, newcomers of queued plans join while their group runs."""
+    """One worker: plans in order, newcomers of queued plans join while their group runs.
+
+    Adapters of newcomers are there at once, and leave for others when no member needs them.
+    """
 
     worker_id: str
     steps: dict[str, int]
+    weights: dict[str, tuple[str, ...]]
+    max_loras: int = 4
+    held: dict[str, None] = field(default_factory=dict)
     plans: deque[StepAssignment] = field(default_factory=deque)
     groups: dict[int, dict[str, int]] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
@@ -83,6 +91,17 @@ class Device:
             self.joined.add(plan.plan_id)
             for request_id in plan.new_ids:
                 self.groups.setdefault(plan.group_id, {})[request_id] = self.steps[request_id]
+                for digest in self.weights[request_id]:
+                    self.load(digest)
+
+    def load(self, digest: str) -> None:
+        self.held.pop(digest, None)
+        self.held[digest] = None
+        members = [one for group in self.groups.values() for one in group]
+        needed = {one for member in members for one in self.weights[member]}
+        spare = [one for one in self.held if one not in needed]
+        for one in spare[: max(0, len(self.held) - self.max_loras)]:
+            del self.held[one]
 
 
 class Stage:
@@ -98,6 +117,7 @@ class Stage:
         tick_ms: float = 20.0,
         quantum: int = 4,
         groups: int = 4,
+        max_loras: int = 4,
         **config,
     ) -> None:
         self.config = SchedulerConfig(**config)
@@ -108,7 +128,9 @@ class Stage:
         self.steps: dict[str, int] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
         self.groups_of: dict[str, tuple] = {}
-        self.devices = {f"w{n}": Device(f"w{n}", self.steps) for n in range(workers)}
+        self.weights: dict[str, tuple[str, ...]] = {}
+        self.max_loras = max_loras
+        self.devices = {f"w{n}": self.new_device(f"w{n}") for n in range(workers)}
         self.tick_ms = tick_ms
         self.now = 0.0
         self.log: list[StepAssignment] = []
@@ -117,19 +139,33 @@ class Stage:
         self.arrived_at: dict[str, float] = {}
         self.ended: dict[str, RequestStatus | None] = {}
         self.held: dict[tuple[str, int], set[str]] = {}
+        self.most_mixed = 0
 
-    def add(self, ids: str, *, steps=3, key="k", adapter=None, rows=1, work=1) -> None:
+    def new_device(self, worker_id: str) -> Device:
+        return Device(worker_id, self.steps, self.weights, self.max_loras)
+
+    def add(self, ids: str, *, steps=3, key="k", adapter=None, weights=(), rows=1, work=1) -> None:
         for request_id in ids.split():
             self.steps[request_id] = steps
             self.sizes[request_id] = (rows, work)
+            self.weights[request_id] = weights
             self.groups_of[request_id] = (key, adapter)
             self.arrived_at[request_id] = self.now
             self.scheduler.add(
-                request_id, key=key, adapter=adapter, rows=rows, work=work, now=self.now
+                request_id,
+                key=key,
+                adapter=adapter,
+                weights=weights,
+                rows=rows,
+                work=work,
+                now=self.now,
             )
 
     def slots(self) -> list[WorkerSlot]:
-        return [WorkerSlot(one.worker_id, one.active) for one in self.devices.values()]
+        return [
+            WorkerSlot(one.worker_id, one.active, frozenset(one.held))
+            for one in self.devices.values()
+        ]
 
     def schedule(self, slots: list[WorkerSlot] | None = None) -> list[StepAssignment]:
         plans = self.scheduler.schedule(self.slots() if slots is None else slots, self.now)
@@ -155,9 +191,14 @@ class Stage:
         assert len(held) <= self.config.max_num_seqs
         assert sum(self.sizes[one][0] for one in held) <= (self.config.max_batch_rows or 10**9)
         assert sum(self.sizes[one][1] for one in held) <= (self.config.max_batch_work or 10**9)
+        assert len(self.needed(held)) <= (self.config.max_mixed_adapters or 10**9)
+        self.most_mixed = max(self.most_mixed, len(self.needed(held)))
         resident = [group for _, group in self.held]
         assert len(set(resident)) == len(resident)
         assert sum(worker == plan.worker_id for worker, _ in self.held) <= self.max_groups
+
+    def needed(self, ids) -> set[str]:
+        return {digest for one in ids for digest in self.weights[one]}
 
     def deliver(self, report: Report, *, finish_first: bool = True) -> None:
         """Tell the scheduler of a report, its outputs before or after its ticks."""
@@ -221,7 +262,7 @@ class Stage:
         self.held = {at: ids for at, ids in self.held.items() if at[0] != worker_id}
         for request_id in self.scheduler.requeue(running, self.now):
             self.end(request_id, ABORTED)
-        self.devices[worker_id] = Device(worker_id, self.steps)
+        self.devices[worker_id] = self.new_device(worker_id)
         return running
 
 
@@ -230,6 +271,7 @@ def assert_nothing_kept(scheduler: StepScheduler) -> None:
     assert scheduler.waiting_ids() == []
     assert scheduler.waiting_by_key() == {}
     assert scheduler.next_deadline(1e9) is None
+    assert scheduler.upcoming(10) == []
     assert not scheduler._live
     assert not scheduler._home_of
     assert not scheduler._unsent
@@ -242,7 +284,5 @@ def assert_nothing_kept(scheduler: StepScheduler) -> None:
         assert worker._turn is None
     assert not scheduler._queue._groups
     assert len(scheduler._queue._heads) == 0
-    if index := getattr(scheduler._policy, "_index", None):
-        assert not index._places
-        assert not index._levels
-        assert not index._by_adapter
+    assert scheduler._queue.num_with_weights == 0
+    assert_policy_keeps_nothing(scheduler)
