@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pytest
 from support_stepped import Counting, logged, request
 
 from omni_engine.protocol import codec
-from omni_engine.protocol.errors import ModelLoadError
-from omni_engine.protocol.plans import Adapter, AdapterActivation, StepPlan, StepReport
+from omni_engine.protocol.adapters import Adapter, AdapterActivation, AdapterReport
+from omni_engine.protocol.errors import AdapterError
+from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_switch import AdapterSwitch
-from omni_engine.worker.lora import AdapterManager
+from omni_engine.worker.adapter_runtime import AdapterRuntime
+from omni_engine.worker.adapter_weights import AdapterWeights
 from omni_engine.worker.step_runner import StepRunner
 
 
-class Switching(Counting):
-    """Can be told to use no adapter."""
+class Library:
+    """Where adapters that change nothing come from, some of them late or not at all."""
 
-    def disable_lora(self) -> None:
-        self.log.append(("disable_lora", ""))
+    def __init__(self) -> None:
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    def check(self, name: str, path: str) -> AdapterReport:
+        raise NotImplementedError
+
+    def fetch(self, adapter: Adapter) -> AdapterWeights:
+        assert self.may_load.wait(30)
+        if adapter.name == "gone":
+            raise AdapterError("adapter 'gone' can't be used: its file is gone")
+        return AdapterWeights(adapter.digest, {})
+
+
+class Bare:
+    """A pipeline without anything that adapters could change."""
+
+    components: ClassVar[dict[str, Any]] = {}
+
+
+def activation(name: str) -> AdapterActivation:
+    return AdapterActivation((Adapter(name, f"/nowhere/{name}", name * 8),), (1.0,))
 
 
 class Worker:
     """A runner fed with plans as the wire brings them."""
 
     def __init__(self, pipeline: Any = None, **options: Any) -> None:
-        self.pipeline = Switching() if pipeline is None else pipeline
-        self.aborts = AbortFlags()
-        manager = AdapterManager(self.pipeline, 2)
-        switch = AdapterSwitch(manager)
-        self.runner = StepRunner(self.pipeline, switch, self.aborts, "worker 3", **options)
+        self.pipeline = Counting() if pipeline is None else pipeline
+        self.aborts, self.library, self.loaded = AbortFlags(), Library(), threading.Event()
+        self.adapters = AdapterRuntime(
+            Bare(), self.library, max_loras=2, max_cpu_loras=2, on_loaded=self.loaded.set
+        )
+        self.runner = StepRunner(self.pipeline, self.adapters, self.aborts, "worker 3", **options)
         self.plans = 0
 
     def send(
@@ -42,7 +65,7 @@ class Worker:
         ticks: int = 1,
         activation: AdapterActivation | None = None,
     ) -> None:
-        plan = StepPlan(self.plans, group, requests, activation, ticks)
+        plan = StepPlan(self.plans, group, requests, (activation,) * len(requests), ticks)
         self.plans += 1
         self.aborts.expect(request.request_id for request in requests)
         wire = codec.decode(codec.encode(plan.to_wire()), trusted=True)
@@ -144,34 +167,66 @@ def test_a_group_that_ended_may_come_again_under_another_adapter() -> None:
     worker = Worker()
     worker.send(0, request("a", 1))
     worker.run()
-    missing = Adapter("gone", "/nowhere/gone.safetensors", "0" * 64)
-    worker.send(0, request("b", 1), activation=AdapterActivation(missing, 1.0))
-    (report,) = worker.run()
-    assert isinstance(report.outputs[0].error, ModelLoadError)
+    worker.send(0, request("b", 1), activation=activation("gone"))
+    report = worker.tick()
+    assert isinstance(report.outputs[0].error, AdapterError)
 
 
 def test_an_adapter_that_fails_ends_its_group_only() -> None:
     worker = Worker()
-    missing = Adapter("gone", "/nowhere/gone.safetensors", "0" * 64)
     worker.send(0, request("a", 3), ticks=1)
-    worker.send(1, request("b", 3), request("c", 3, n=2), ticks=3,
-                activation=AdapterActivation(missing, 1.0))  # fmt: skip
+    worker.send(1, request("b", 3), request("c", 3, n=2), ticks=3, activation=activation("gone"))
+    assert worker.loaded.wait(30)
     worker.send(0, ticks=2)
     first, failed, *others = worker.run()
     assert first.outputs == []
     assert failed.plan_done
     assert [output.request_id for output in failed.outputs] == ["b", "c"]
     for output in failed.outputs:
-        assert isinstance(output.error, ModelLoadError)
+        assert isinstance(output.error, AdapterError)
         assert "'gone' can't be used" in str(output.error)
+        assert output.applied_loras == []
     assert ended(others[-1]) == ["a"]
     assert others[-1].outputs[0].ok
     assert logged(worker.pipeline.log, "encode") == ["a/0"], "nothing ran without its adapter"
-    assert ("disable_lora", "") in worker.pipeline.log, "and nothing of it stays active"
+
+
+def test_a_group_whose_adapter_is_being_loaded_lets_others_go_first() -> None:
+    worker = Worker()
+    worker.library.may_load.clear()
+    worker.send(0, request("slow", 1), ticks=1, activation=activation("s"))
+    assert not worker.runner.has_turn, "nothing can be done yet"
+    worker.send(1, request("quick", 2), ticks=2)
+    first, second = worker.tick(), worker.tick()
+    assert (ended(first), ended(second)) == ([], ["quick"])
+    assert not worker.runner.has_turn
+    worker.library.may_load.set()
+    assert worker.loaded.wait(30)
+    (report,) = worker.run()
+    assert ended(report) == ["slow"]
+    (lora,) = report.outputs[0].applied_loras
+    assert (lora.name, lora.scale) == ("s", 1.0)
+
+
+def test_a_newcomer_whose_adapter_is_being_loaded_joins_when_it_is_there() -> None:
+    worker = Worker()
+    worker.send(0, request("first", 4), ticks=4)
+    worker.library.may_load.clear()
+    worker.send(0, request("late", 2), ticks=0, activation=activation("s"))
+    worker.tick()
+    assert logged(worker.pipeline.log, "encode") == ["first/0"]
+    worker.library.may_load.set()
+    assert worker.loaded.wait(30)
+    worker.tick()
+    assert logged(worker.pipeline.log, "encode") == ["first/0", "late/0"]
+    worker.send(0, ticks=3)
+    done = {output.request_id: output for report in worker.run() for output in report.outputs}
+    assert done["first"].applied_loras == []
+    assert [lora.name for lora in done["late"].applied_loras] == ["s"]
 
 
 def test_a_tick_that_fails_as_a_whole_ends_its_group_only() -> None:
-    class Broken(Switching):
+    class Broken(Counting):
         def prepare_encode_batch(self, states: Any) -> list[Any]:
             for state in states:
                 self.prepare_encode(state)
@@ -235,7 +290,7 @@ def test_outputs_name_their_worker_and_what_they_ran_under() -> None:
 
 
 def test_previews_are_reported_in_the_tick_they_are_due() -> None:
-    class Showing(Switching):
+    class Showing(Counting):
         def preview(self, state: Any) -> Any:
             return self.post_decode(state)
 

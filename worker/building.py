@@ -173,7 +173,10 @@ def _time_list_call(pipeline: DiffusersPipeline) -> ListCallChoice | None:
     capabilities = pipeline.capabilities
     maker = RequestMaker(pipeline.pipe, capabilities, capabilities.required_inputs)
     batch = DiffusionRequestBatch(tuple(list_call_requests(maker)))
+    for request_id in batch.request_ids:
+        pipeline.stepper.adapters.assign(request_id, None)
     in_waves, wave_ms = _fastest(pipeline.run_wave, batch)
+    pipeline.stepper.adapters.release(batch.request_ids)
     try:
         as_list, list_ms = _fastest(pipeline.run_list_call, batch)
     except Exception as error:  # noqa: BLE001  # boundary: warm-up; waves of steps serve as well
