@@ -9,7 +9,6 @@ numbers, and not by PEFT's ``low_cpu_mem_usage``, which patches ``nn.Module`` fo
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import logging
 import math
@@ -30,6 +29,7 @@ from omni_engine.worker.adapter_file import AdapterFile, unusable
 from omni_engine.worker.adapter_matching import DOWN, UP, Pairs, match
 from omni_engine.worker.adapter_trace import TensorTrace
 from omni_engine.worker.adapter_weights import LayerWeights
+from omni_engine.worker.weightless import fresh_copy, without_weights
 
 _NAME = "adapter"
 _SECOND = "transformer_2"
@@ -44,14 +44,21 @@ class AdapterConverter:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = _without_weights(pipe) if hasattr(pipe, "load_lora_weights") else None
-        self._class = type(pipe).__name__
         self.components: dict[str, nn.Module] = {}
-        if self._pipe is not None:
-            for component in self._pipe._lora_loadable_modules:
-                module = getattr(self._pipe, component, None)
-                if isinstance(module, nn.Module):
-                    self.components[component] = module
+        self._pipe: Any = None
+        self._refusal = f"{type(pipe).__name__} has no loader for LoRA adapters"
+        if not hasattr(pipe, "load_lora_weights"):
+            return
+        try:
+            self._pipe = without_weights(pipe)
+        # boundary: a model that can't be copied can be served all the same, without adapters
+        except Exception as error:  # noqa: BLE001
+            self._refusal = f"{type(pipe).__name__} can't be copied without its weights: {error}"
+            return
+        for component in self._pipe._lora_loadable_modules:
+            module = getattr(self._pipe, component, None)
+            if isinstance(module, nn.Module):
+                self.components[component] = module
 
     def convert(self, file: AdapterFile) -> dict[str, LayerWeights]:
         """Return an adapter's weights by "component.module.path".
@@ -61,7 +68,7 @@ class AdapterConverter:
                 they don't fit.
         """
         if self._pipe is None or not self.components:
-            raise unusable(file.name, f"{self._class} has no loader for LoRA adapters")
+            raise unusable(file.name, self._refusal)
         if _needs_header(self._pipe) and "alpha" in file.header:
             raise unusable(file.name, "its alpha stands in the file's header alone")
         layers: dict[str, LayerWeights] = {}
@@ -87,7 +94,7 @@ class AdapterConverter:
         loading = _Loading(file, keys, settings, targets)
         try:
             with _quiet():
-                return loading.run(_fresh_copy(self._pipe), **options)
+                return loading.run(fresh_copy(self._pipe), **options)
         except AdapterError:
             raise
         # boundary: converters raise anything on files that they don't know
@@ -131,8 +138,11 @@ class _Loading:
         }
         trace = TensorTrace({key: self._file.tensors[key] for key in layer_of})
         with trace:
-            converted, *rest = own(state_dict, **options)
+            result = own(state_dict, **options)
+        converted, *rest = result if isinstance(result, tuple) else (result,)
         self._matched = match(self._file, layer_of, converted, self._targets, trace)
+        if not options.get("return_lora_metadata"):
+            return result
         settings = None if self._settings is None else dict(self._settings)
         return (converted, *rest[:-1], settings)
 
@@ -141,7 +151,7 @@ class _Loading:
 
     def _layers(self, component: str, module: nn.Module, pairs: Pairs) -> dict[str, LayerWeights]:
         """Return what was loaded into a component, which must be all that was meant for it."""
-        loaded, layers = self._loaded.get(component, {}), {}
+        loaded, layers, taken = self._loaded.get(component, {}), {}, set[int]()
         for path in pairs:
             layer = module.get_submodule(path)
             down, up = (loaded.get(path + side) for side in (DOWN, UP))
@@ -158,7 +168,9 @@ class _Loading:
             scaling = float(layer.scaling[_NAME])
             if not math.isfinite(scaling):
                 raise self._unusable(component, path, f"its alpha makes a scale of {scaling}")
-            layers[f"{component}.{path}"] = LayerWeights(_own(down), _own(up), scaling)
+            layers[f"{component}.{path}"] = LayerWeights(
+                _own(down, taken), _own(up, taken), scaling
+            )
         return layers
 
     def _unusable(self, component: str, path: str, reason: str) -> AdapterError:
@@ -219,48 +231,17 @@ def _needs_header(pipe: Any) -> bool:
     return "file_metadata" in function.__code__.co_varnames
 
 
-def _without_weights(pipe: Any) -> Any:
-    """Return a copy of a pipeline whose modules have no weights; the rest is shared."""
-    memo: dict[int, Any] = {}
-    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    for module in modules.values():
-        for tensor in _tensors_of(module):
-            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-            memo[id(tensor)] = nn.Parameter(empty, False) if _is_parameter(tensor) else empty
-    return _copy_with(pipe, {name: copy.deepcopy(m, memo) for name, m in modules.items()})
+def _own(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Return a tensor with memory of its own; ``taken`` is what others have.
 
-
-def _fresh_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline without weights that may be changed; what is empty is shared."""
-    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    tensors = [tensor for module in modules.values() for tensor in _tensors_of(module)]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    return _copy_with(pipe, {name: copy.deepcopy(m, memo) for name, m in modules.items()})
-
-
-def _copy_with(pipe: Any, modules: Mapping[str, nn.Module]) -> Any:
-    copied = object.__new__(type(pipe))
-    copied.__dict__ = {**vars(pipe), **modules}
-    copied.__dict__.pop("_lora_scale", None)  # left by a call
-    return copied
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters, buffers and tensors that are plain attributes."""
-    for part in module.modules():
-        yield from (p for p in part._parameters.values() if p is not None)
-        yield from (b for b in part._buffers.values() if b is not None)
-        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory of its own: a part of another one would keep that alive."""
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
-    return (tensor if whole else tensor.clone(memory_format=torch.contiguous_format)).detach()
+    Converters split what the file holds as one, and give several layers the same half.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:
+        tensor = tensor.clone()
+    tensor = tensor.detach().contiguous()
+    taken.add(tensor.untyped_storage().data_ptr())
+    return tensor
 
 
 @contextlib.contextmanager
