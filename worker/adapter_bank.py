@@ -223,7 +223,6 @@ class AdapterBank:
                     "%d adapters are pinned, of %d that fit on the device: no other can be loaded",
                     len(self._pinned), self.max_loras,
                 )  # fmt: skip
-            self.changed.notify_all()
 
     def drop(self, digests: Iterable[str]) -> None:
         """Forget these; those that a request still needs when its last one ends."""
@@ -238,7 +237,6 @@ class AdapterBank:
             if uses[digest] <= 0:
                 del uses[digest]
         self._bury(digests)
-        self.changed.notify_all()
 
     def _bury(self, digests: Iterable[str]) -> None:
         for digest in digests:

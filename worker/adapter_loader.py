@@ -202,6 +202,8 @@ class AdapterLoader:
         except Exception as raised:  # boundary: one adapter; what reading may raise is not known
             logger.exception("adapter %s could not be loaded", load.adapter.name)
             is_over, error = True, _wrapped(raised, load.adapter.name, "loaded")
+        if error is not None:
+            logger.warning("adapter %s is not loaded: %s", load.adapter.name, error)
         if is_over:
             self._finish(load, error)
             self._report()
