@@ -111,15 +111,21 @@ class Admission:
         self._check_capacity(complete.num_outputs, _work(complete))
         return complete
 
-    def admit(self, request: DiffusionRequest) -> AdmittedRequest:
+    def admit(
+        self, request: DiffusionRequest, checked: DiffusionRequest | None = None
+    ) -> AdmittedRequest:
         """Check a request, fill in what it left open and settle what it runs under.
+
+        Args:
+            request: as submitted.
+            checked: what ``check`` returned for it, if that was called already.
 
         Raises:
             InvalidRequestError: naming the offending field.
             UnknownAdapterError: if it names an adapter that isn't registered.
             OmniError: why an adapter that it names is unusable.
         """
-        complete = self.check(request)
+        complete = checked or self.check(request)
         activation = self._registry.resolve(request.sampling_params.lora_requests)
         self._room.check(activation, self._registry.contents.pinned)
         key = request_key(

@@ -49,11 +49,11 @@ class Reception:
             self._registry.awaiting(live.adapters_asked, look=False)
             self.parking.park(live)
             return
-        self._admission.check(live.request)
+        checked = self._admission.check(live.request)
         if awaited := self._registry.awaiting(live.adapters_asked):
             self.parking.park(live, awaited)
         else:
-            self._admit(live, self._admission.admit(live.request), now)
+            self._admit(live, self._admission.admit(live.request, checked), now)
 
     def open(self, admission: Admission, now: float) -> None:
         """Judge the requests that came while the model was loaded, and all that follow."""

@@ -14,6 +14,7 @@ from omni_engine.engine.adapter_prefetch import MAX_AHEAD, Prefetch, WorkerLoad
 from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapter_usage import AdapterUsage, most_at_once
 from omni_engine.engine.adapters import AdapterRegistry, Settled
+from omni_engine.engine.dispatch import SchedulerLife
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.reception import Reception
 from omni_engine.engine.registered_adapter import RegisteredAdapter
@@ -37,6 +38,9 @@ from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.stages.config import StageConfig
 
 logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.01
+"""How often waiting requests are looked through for adapters to load ahead, at most."""
 
 Loaded = Callable[[LoRAInfo | OmniError], None]
 """Told what a load came to."""
@@ -77,6 +81,8 @@ class StageAdapters:
         self._loads: dict[RegisteredAdapter, Loaded] = {}
         self._retired: set[str] = set()
         self._pinned: frozenset[str] = frozenset()
+        self._next_look = 0.0
+        self._look_skipped = False
 
     # -- requests
 
@@ -118,22 +124,28 @@ class StageAdapters:
         self._prefetch.tell(worker.worker_id, preloaded, now)
 
     def look_ahead(
-        self,
-        upcoming: Callable[[int], list[tuple[str, ...]]],
-        loads: Callable[[], list[WorkerLoad]],
-        now: float,
+        self, scheduler: SchedulerLife, loads: Callable[[], list[WorkerLoad]], now: float
     ) -> None:
-        """Let workers load what the next requests need.
+        """Let workers load what the next requests need, unless that was looked at just now.
 
         Args:
-            upcoming: returns the contents that so many of the next batches need.
+            scheduler: keeps the waiting requests.
             loads: returns the workers that are ready, with what they run.
             now: seconds, monotonic.
         """
-        workers = loads() if self._usage.any_live else []
+        wanted = self._usage.any_live and scheduler.num_waiting > 0
+        self._look_skipped = wanted and now < self._next_look
+        if not wanted or self._look_skipped:
+            return
+        self._next_look = now + LOOK_INTERVAL_S
+        workers = loads()
         count = min(MAX_AHEAD, self.room.places * len(workers))
-        if count and (next_ones := upcoming(count)):
-            self._prefetch.plan(next_ones, workers, self._pinned, self._usage.adapter, now)
+        if count and (upcoming := scheduler.upcoming(count)):
+            self._prefetch.plan(upcoming, workers, self._pinned, self._usage.adapter, now)
+
+    def next_deadline(self) -> float | None:
+        """When to call ``look_ahead`` again if it was called too soon."""
+        return self._next_look if self._look_skipped else None
 
     def give_checks(self) -> None:
         """Give workers what they may check now."""

@@ -186,16 +186,15 @@ class StageRuntime:
         """Give workers what the scheduler decides, adapter files to check and to load ahead."""
         self.adapters.give_checks()
         self._dispatch.dispatch(now)
-        if self._dispatch.scheduler.num_waiting:
-            self.adapters.look_ahead(
-                self._dispatch.scheduler.upcoming,
-                lambda: self._floor.loads(self._dispatch.running_on),
-                now,
-            )
+        running_on = self._dispatch.running_on
+        self.adapters.look_ahead(
+            self._dispatch.scheduler, lambda: self._floor.loads(running_on), now
+        )
 
     def next_deadline(self, now: float) -> float | None:
         """When ``dispatch`` may decide differently through time alone."""
-        return self._dispatch.next_deadline(now)
+        deadlines = (self._dispatch.next_deadline(now), self.adapters.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def describe_workers(self, now: float) -> list[dict[str, Any]]:
         """Return the workers' states for status."""

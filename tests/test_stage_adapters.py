@@ -450,10 +450,15 @@ def test_waiting_adapters_are_loaded_ahead_on_the_worker_that_will_run_them(
     assert holder != other
     stage.ask("next", "b")
     stage.ask("later", "c")
+    deadline = stage.runtime.next_deadline(stage.now)
+    assert deadline is not None, "the second one is looked at after a moment"
+    stage.now = deadline
+    stage.turn()
     told = stage.took("adapter_prefetch")
     assert {w: [Adapter(**wire).digest for wire in m["adapters"]] for w, m in told} == {
         other: ["d2"], holder: ["d3"],
     }  # fmt: skip
+    stage.now += 0.1
     stage.turn()
     assert stage.took("adapter_prefetch") == []
     stage.holds(other, device="d2")
