@@ -24,7 +24,7 @@ from omni_engine.stages.yaml_source import ConfigFileError as ConfigFileError
 from omni_engine.stages.yaml_source import ConfigProblem as ConfigProblem
 from omni_engine.stages.yaml_source import UnsupportedConfigError as UnsupportedConfigError
 
-BUNDLED_ADAPTERS = ("outline", "night")
+BUNDLED_ADAPTERS = ("outline", "night", "studio", "silhouette", "chalk", "tiny")
 """The bundled model's adapters: an adapter's path may be ``bundled:outline``."""
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"^```(bash|python|sh|yaml(?= file=))(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-RUN_DOCUMENTS = ["README.md", "docs/pipelines.md", "docs/adapters.md"]
+RUN_DOCUMENTS = ["README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md"]
 
 
 def blocks(document: str) -> list[tuple[str, str, str]]:

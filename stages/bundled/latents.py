@@ -59,7 +59,7 @@ def make_latents(
     scenes = pictures.sample_scenes(count, seed, held_out=False)
     rng = random.Random(seed + 1)
     drawn = (pictures.draw(scene, rng, style) for scene in scenes)
-    encoded = []
+    encoded: list[Tensor] = []
     for batch in encode_batches(vae, drawn):
         if len(encoded) % 100 == 0:
             print(f"latents {len(encoded) * _BATCH}/{count}", flush=True)
