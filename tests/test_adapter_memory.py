@@ -269,6 +269,24 @@ def test_a_request_without_room_gets_it_when_others_end(served: Served) -> None:
     assert not served.runtime.is_ready("b")
 
 
+def test_what_ended_requests_needed_is_not_loaded(served: Served) -> None:
+    served.use("a")
+    served.library.gate.clear()
+    served.library.entered.clear()
+    served.assign("b")
+    assert served.library.entered.wait(WAIT_S)
+    served.assign("c", "d", "e")
+    served.runtime.release(["c", "e"])
+    served.library.gate.set()
+    assert served.done().device == ["b", "d"]
+    assert served.library.log[:-1] == ["a", "b", "d"]
+    served.assign("f")
+    served.done()
+    served.runtime.release(["f", "b"])
+    assert served.done().device == ["b", "d"], "f came too late for anyone"
+    served.use("c", "f")
+
+
 def test_what_runs_is_never_displaced(served: Served) -> None:
     served.assign("a", "b", "c")
     with served.runtime.rows("transformer", [("a", 1)]):

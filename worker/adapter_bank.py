@@ -191,6 +191,10 @@ class AdapterBank:
                 self._counters.host_hits += digest not in self._device and digest in self._host
                 self._note_change()
 
+    def is_assigned(self, digest: str) -> bool:
+        """Whether a request needs it."""
+        return digest in self._assigned
+
     def unassign(self, digests: Iterable[str]) -> None:
         """Note that a request doesn't need them any more."""
         with self.changed:

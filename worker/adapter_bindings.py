@@ -30,7 +30,7 @@ from omni_engine.worker.mixed_rows import (
 Calls = tuple[tuple[AdapterIdentity, int], ...]
 """What each call of a forward runs under, () for the bare model, and its number of rows."""
 
-_MAX_IDENTITIES = 256
+_MAX_IDENTITIES = 128
 """How many identities' bindings are kept; they refer to weights and copy none."""
 
 _MAX_FORWARDS = 16

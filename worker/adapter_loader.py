@@ -46,8 +46,8 @@ class Load:
         urgency: for the most urgent of those who asked.
         others: the same content, as others who asked named it; their files may still be there.
         parked: whether it waits for room on the device.
-        done: whether it ended: the adapter is on the device, or at least in host memory, or there
-            is an error.
+        done: whether it ended: the adapter is on the device, or at least in host memory; or there
+            is an error; or nobody needs it any more.
         error: why it failed.
     """
 
@@ -129,8 +129,11 @@ class AdapterLoader:
         if not self._parked:
             return
         with self._changed:
-            if self._bank.has_room(Urgency.NEEDED):
-                for load in list(self._parked):
+            has_room = self._bank.has_room(Urgency.NEEDED)
+            for load in list(self._parked):
+                if self._is_outdated(load):
+                    self._finish(load, None)
+                elif has_room:
                     self._unpark(load)
                     self._enqueue(load)
 
@@ -189,9 +192,17 @@ class AdapterLoader:
     def _pop(self) -> Load | None:
         while self._queue:
             urgency, _, load = heapq.heappop(self._queue)
-            if urgency == load.urgency and not (load.done or load.parked):  # else it's outdated
+            if urgency != load.urgency or load.done or load.parked:
+                continue  # it was enqueued anew, or isn't wanted
+            if not self._is_outdated(load):
                 return load
+            self._finish(load, None)
         return None
+
+    def _is_outdated(self, load: Load) -> bool:
+        """Whether the requests that needed an adapter have ended."""
+        is_needed = load.urgency is Urgency.NEEDED
+        return is_needed and not self._bank.is_assigned(load.adapter.digest)
 
     def _load(self, load: Load) -> None:
         try:
