@@ -131,7 +131,7 @@ class StackedUpdate:
         update = torch.bmm(hidden, self._up.mT).to(base.dtype)
         if self._changed is None:
             return (base + update).reshape(result.shape)
-        return base.index_add(0, self._changed, update).reshape(result.shape)
+        return base.index_add_(0, self._changed, update).reshape(result.shape)
 
 
 def stacked_bytes(blocks: Sequence[Parts]) -> int:
