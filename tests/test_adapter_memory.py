@@ -152,6 +152,20 @@ def test_tiers_share_memory_where_the_dtype_is_the_same(served: Served) -> None:
     assert placed.layers["transformer"]["0"].down.data_ptr() == down.data_ptr()
 
 
+def test_identities_of_one_content_share_its_memory(served: Served) -> None:
+    served.use("a")
+    before = served.runtime.held().device_bytes
+    for scale in (0.5, 2.0):
+        served.runtime.assign(f"at {scale}", activation(("a", scale)))
+    halves, doubles = (served.runtime.identity(f"at {scale}", None) for scale in (0.5, 2.0))
+    assert halves != doubles
+    with served.runtime.rows("transformer", [("at 0.5", 1), ("at 2.0", 1)]):
+        half, double = served.pipe.transformer(torch.ones(2, 8))
+    assert not torch.equal(half, double)
+    held = served.runtime.held()
+    assert (held.device, held.device_bytes, held.loads) == (["a"], before, 1)
+
+
 @limits(dtype=torch.float16)
 def test_the_device_holds_the_models_dtype_and_the_host_the_files(served: Served) -> None:
     served.use("a")
