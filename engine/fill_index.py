@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from omni_engine.engine.batching import Weights, WorkerSlot
 from omni_engine.engine.request_group import RequestGroup
@@ -18,10 +18,7 @@ IN_WAIT = 0
 _Under = TypeVar("_Under", bound=Hashable)
 
 
-class _Place(NamedTuple):
-    level: int
-    seq: int
-    weights: Weights
+_Place = tuple[int, int, Weights]  # level, the head's seq, what the batch needs
 
 
 class FillIndex:
@@ -62,7 +59,7 @@ class FillIndex:
         self._places[group] = new
         if old is None:
             self._put(new, group)
-        elif (old.level, old.seq) == (new.level, new.seq):
+        elif old[:2] == new[:2]:
             self._put_weights(new, group)
             self._remove_weights(old)
         else:
@@ -89,10 +86,6 @@ class FillIndex:
             return None
         return group.head.arrival + self._max_wait_s
 
-    def top_level(self) -> int | None:
-        """Return the highest level that has a group; None if no group may go now."""
-        return max(self._levels, default=IN_WAIT) or None
-
     def oldest(self) -> RequestGroup | None:
         """Return the group with the oldest head, whatever its level."""
         return self._oldest_of(filter(None, map(self.first, self._levels)))
@@ -104,7 +97,7 @@ class FillIndex:
 
     def levels(self) -> list[int]:
         """Return the levels that have a group that may go, the highest first."""
-        return sorted((level for level in self._levels if level != IN_WAIT), reverse=True)
+        return sorted([level for level in self._levels if level != IN_WAIT], reverse=True)
 
     def oldest_at(self, level: int, count: int) -> list[RequestGroup]:
         """Return the ``count`` groups at ``level`` with the oldest heads."""
@@ -127,7 +120,7 @@ class FillIndex:
         return self._oldest_of(
             group
             for index in indexes
-            if index and (group := index.first()) and self._places[group].weights in warm
+            if index and (group := index.first()) and self._places[group][2] in warm
         )
 
     def first_warm(self, level: int, warm: Collection[Weights]) -> RequestGroup | None:
@@ -136,7 +129,7 @@ class FillIndex:
         return self._oldest_of(group for index in indexes if index and (group := index.first()))
 
     def _oldest_of(self, groups: Iterable[RequestGroup]) -> RequestGroup | None:
-        return min(groups, key=lambda group: self._places[group].seq, default=None)
+        return min(groups, key=lambda group: self._places[group][1], default=None)
 
     def _place(self, group: RequestGroup) -> _Place | None:
         head = group.head
@@ -149,25 +142,29 @@ class FillIndex:
             level = IN_WAIT
         else:
             level = fill.count
-        return _Place(level, head.seq, fill.weights)
+        return level, head.seq, fill.weights
 
     def _put(self, place: _Place, group: RequestGroup) -> None:
-        _file(self._levels, place.level, place.seq, group)
-        _file(self._by_adapter, (place.level, group.adapter), place.seq, group)
+        level, seq, _ = place
+        _file(self._levels, level, seq, group)
+        _file(self._by_adapter, (level, group.adapter), seq, group)
         self._put_weights(place, group)
 
     def _put_weights(self, place: _Place, group: RequestGroup) -> None:
-        _file(self._by_weights, (place.level, place.weights), place.seq, group)
-        self._warmth.add(place.weights)
+        level, seq, weights = place
+        _file(self._by_weights, (level, weights), seq, group)
+        self._warmth.add(weights)
 
     def _remove(self, place: _Place, group: RequestGroup) -> None:
-        _unfile(self._levels, place.level, place.seq)
-        _unfile(self._by_adapter, (place.level, group.adapter), place.seq)
+        level, seq, _ = place
+        _unfile(self._levels, level, seq)
+        _unfile(self._by_adapter, (level, group.adapter), seq)
         self._remove_weights(place)
 
     def _remove_weights(self, place: _Place) -> None:
-        _unfile(self._by_weights, (place.level, place.weights), place.seq)
-        self._warmth.remove(place.weights)
+        level, seq, weights = place
+        _unfile(self._by_weights, (level, weights), seq)
+        self._warmth.remove(weights)
 
 
 def _file(indexes: dict[_Under, HeadIndex], under: _Under, seq: int, group: RequestGroup) -> None:

@@ -43,6 +43,8 @@ def claim(slots: list[WorkerSlot], need: Need) -> None:
 
     The base model only strikes out that nothing is active there: another worker may serve it, too.
     """
+    if len(slots) == 1:
+        return  # this is the last batch
     for number, slot in enumerate(slots):
         if is_active(slot, need):
             if need.is_base:

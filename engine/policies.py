@@ -11,17 +11,18 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple, Protocol
 
-from omni_engine.engine.batching import SchedulerConfig, WorkerSlot
+from omni_engine.engine.batching import SchedulerConfig, Weights, WorkerSlot
 from omni_engine.engine.fill_index import IN_WAIT, FillIndex
 from omni_engine.engine.request_group import BatchFill, RequestGroup
 from omni_engine.engine.waiting_queue import WaitingQueue
 
 
 class Pick(NamedTuple):
-    """The ``size`` oldest requests of ``group``: the next batch."""
+    """The ``size`` oldest requests of ``group``: the next batch; ``weights`` is what they need."""
 
     group: RequestGroup
     size: int
+    weights: Weights
 
 
 class BatchPolicy(Protocol):
@@ -106,7 +107,7 @@ class GroupedPolicy:
             return None
         group = self.overdue(queue) or self._best(levels, slots)
         self._passed_over.pop(group, None)
-        return Pick(group, group.fill.count)
+        return Pick(group, group.fill.count, group.fill.weights)
 
     def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
         """Return the group with the oldest head, if that has waited ``max_skip_s``."""
@@ -122,9 +123,9 @@ class GroupedPolicy:
 
         Soon is within half of ``max_skip_s``: what they need can be there when their time comes.
         """
-        passed = sorted(islice(self._passed_over, count), key=_head_seq)
-        found = dict.fromkeys(passed)
-        found |= dict.fromkeys(filter(self._is_soon_overdue, queue.oldest_groups(count)))
+        found = dict.fromkeys(sorted(islice(self._passed_over, count), key=_head_seq))
+        if self._is_soon_overdue(queue.oldest()):
+            found |= dict.fromkeys(filter(self._is_soon_overdue, queue.oldest_groups(count)))
         for level in (*self._index.levels(), IN_WAIT):
             if len(found) >= count:
                 break
@@ -138,7 +139,7 @@ class GroupedPolicy:
     def _is_overdue(self, group: RequestGroup | None) -> bool:
         return self._waited(group, self._max_skip_s)
 
-    def _is_soon_overdue(self, group: RequestGroup) -> bool:
+    def _is_soon_overdue(self, group: RequestGroup | None) -> bool:
         return self._waited(group, self._max_skip_s / 2)
 
     def _waited(self, group: RequestGroup | None, seconds: float) -> bool:
@@ -149,7 +150,7 @@ class GroupedPolicy:
     def _best(self, levels: Sequence[int], slots: Sequence[WorkerSlot]) -> RequestGroup:
         index = self._index
         warm = index.warm_on(slots)
-        active = dict.fromkeys([slot.active_adapter for slot in slots])
+        active = {slot.active_adapter for slot in slots}
         first = index.first(levels[0])
         assert first is not None  # it has a group at each of its levels
         for level in levels:
@@ -193,7 +194,7 @@ class FifoPolicy:
         if run is None or self._wait_end(*run) is not None:
             return None
         group, fill = run
-        return Pick(group, fill.count)
+        return Pick(group, fill.count, fill.weights)
 
     def overdue(self, queue: WaitingQueue) -> RequestGroup | None:
         """Return None: nobody is ever passed over."""

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from omni_engine.engine.batching import (
-    NO_WEIGHTS,
     PolicyName,
     QueuedRequest,
     RequestStatus,
@@ -83,11 +82,11 @@ class RequestScheduler(SchedulerBase):
             pick = self._policy.pick(self._queue, unclaimed)
             if pick is None:
                 break
-            batch = self._queue.take(*pick)
-            need = Need(batch[0].adapter, NO_WEIGHTS.union(*[one.weights for one in batch]))
-            batches.append(batch)
+            group, size, weights = pick
+            need = Need(group.adapter, weights)
             needs.append(need)
             claim(unclaimed, need)
+            batches.append(self._queue.take(group, size))
         slots = place(needs, idle)
         return [self._start(batch, slot) for batch, slot in zip(batches, slots, strict=True)]
 

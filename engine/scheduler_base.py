@@ -94,9 +94,7 @@ class SchedulerBase:
             raise ValueError(
                 f"{len(weights)} adapters: can't fit a batch, max_mixed_adapters is {most}"
             )
-        request = QueuedRequest(
-            request_id, key, adapter, rows, work, now, self._next_seq, tuple(weights)
-        )
+        request = QueuedRequest(request_id, key, adapter, rows, work, now, self._next_seq, weights)
         self._queue.push(request)
         self._next_seq += 1
         self._live[request_id] = request
@@ -114,12 +112,15 @@ class SchedulerBase:
         Returns:
             The requests' ``weights``, different and not empty, the most urgent first.
         """
+        if not self._queue.num_with_weights:
+            return []
         found: dict[tuple[str, ...], None] = {}
-        if self._queue.num_with_weights:
-            for group in self._policy.upcoming(self._queue, _LOOK_AHEAD * count):
+        for most in (count, _LOOK_AHEAD * count):  # few groups suffice as a rule
+            groups = self._policy.upcoming(self._queue, most)
+            for group in groups:
                 found |= dict.fromkeys(batch_weights(group))
-                if len(found) >= count:
-                    break
+            if len(found) >= count or len(groups) < most:
+                break
         return list(islice(found, count))
 
     def next_deadline(self, now: float) -> float | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from omni_engine.engine.batching import QueuedRequest, SchedulerConfig, WorkerSlot
+from omni_engine.engine.policies import Pick
 from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
@@ -193,17 +194,17 @@ class StepScheduler(SchedulerBase):
             )
             if pick is None:
                 return
-            group, size = pick
+            group, size, _ = pick
             # As many as find room: a group that got a place isn't picked again, it joins.
             if not self._enter(group, size if in_order else group.size):
                 return
 
-    def _overdue_pick(self) -> tuple[RequestGroup, int] | None:
+    def _overdue_pick(self) -> Pick | None:
         """Return the group for which another was drained."""
         if self._drain is None or self._drain.overdue not in self._homeless:
             return None
         group = self._queue.group(self._drain.overdue)
-        return None if group is None else (group, group.size)
+        return None if group is None else Pick(group, group.size, group.fill.weights)
 
     def _update_drain(self) -> None:
         """Drain the group that is resident longest while an overdue group finds no place."""

@@ -75,7 +75,7 @@ class WarmSets:
         if device.held != slot.held_adapters:
             changed = device.held ^ slot.held_adapters
             device.held = slot.held_adapters
-            for digest in sorted(changed):  # a set's own order differs from run to run
+            for digest in changed:
                 for weights in self._needing.get(digest, ()):
                     if weights <= device.held:
                         device.warm[weights] = None
