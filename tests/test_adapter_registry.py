@@ -230,6 +230,40 @@ def test_an_unknown_name_is_refused_with_the_nearest(files: Files) -> None:
 # -- compositions
 
 
+@pytest.mark.parametrize(
+    ("given", "wire"),
+    [
+        (A, {"name": "a", "scale": None}),
+        ({"name": "a", "scale": 0.123456}, {"name": "a", "scale": 0.1235}),
+        ([A, {"name": "b", "scale": 2}], [{"name": "a", "scale": None}, {"name": "b", "scale": 2}]),
+        ((A, A), [{"name": "a", "scale": None}] * 2),
+        ([], []),
+    ],
+)
+def test_one_adapter_or_a_list_of_them_on_the_wire(given: Any, wire: Any) -> None:
+    params = OmniDiffusionSamplingParams(lora_request=given)
+    assert params.to_wire() == {"lora_request": wire}
+    assert OmniDiffusionSamplingParams.from_mapping({"lora_request": wire}) == params
+    assert params.with_defaults({"height": 8}).lora_request == params.lora_request
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("a", "lora_request"),
+        ([["a"]], "lora_request"),
+        ([A] * 17, "lora_request"),
+        ([A, {"scale": 1}], "lora_request.name"),
+        ([{"name": "a", "scal": 1}], "lora_request.scal"),
+        ([{"name": "a", "scale": 101}], "lora_request.scale"),
+    ],
+)
+def test_what_names_no_adapters_is_refused(given: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        OmniDiffusionSamplingParams(lora_request=given)
+    assert caught.value.field == field
+
+
 def test_compositions_are_canonical(files: Files) -> None:
     registry = ready(files.registry("a", "b", "c"), a="d2", b="d1", c="d2")
     half = LoRARequest("a", 0.5)
