@@ -68,7 +68,7 @@ _UNPIN_EPILOG = """
   omni-engine loras unpin sketch
 """
 
-_COLUMNS = ("name", "state", "scale", "layers", "memory", "requests", "last used", "held by",
+_COLUMNS = ("name", "state", "scale", "content", "memory", "requests", "last used", "held by",
             "pinned", "digest (SHA-256)", "error")  # fmt: skip
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What requests call the adapter.")]
@@ -147,7 +147,7 @@ def load(
             name, _as_the_engine_finds_it(path), default_scale=scale, preload=preload, pin=pinned,
             replace=replace, model=model,
         )  # fmt: skip
-    held = "" if info.report is None else f": {_layers(info.report)}, {_memory(info.report)}"
+    held = "" if info.report is None else f": {_content(info.report)}, {_memory(info.report)}"
     _print_result(info, f"{info.name} is {info.state}{held}", as_json)
 
 
@@ -197,7 +197,7 @@ def _row(info: LoRAInfo) -> Sequence[Any]:
         info.name,
         info.state,
         f"{info.default_scale:g}",
-        "-" if info.report is None else _layers(info.report),
+        "-" if info.report is None else _content(info.report),
         "-" if info.report is None else _memory(info.report),
         f"{requests.total}, {requests.waiting} waiting, {requests.running} running",
         "never" if info.last_used_s is None else f"{duration(info.last_used_s)} ago",
@@ -208,9 +208,9 @@ def _row(info: LoRAInfo) -> Sequence[Any]:
     )
 
 
-def _layers(report: AdapterReport) -> str:
-    """Return what an adapter changes: ``60 of transformer, rank 4 to 8, peft``."""
-    counts = ", ".join(f"{count} of {name}" for name, count in sorted(report.layers.items()))
+def _content(report: AdapterReport) -> str:
+    """Return what an adapter changes: ``60 layers of transformer, rank 4 to 8, peft``."""
+    counts = ", ".join(f"{count} layers of {name}" for name, count in sorted(report.layers.items()))
     low, high = min(report.ranks), max(report.ranks)
     ranks = f"rank {low}" if low == high else f"rank {low} to {high}"
     return f"{counts}, {ranks}, {report.format}"
