@@ -1,4 +1,4 @@
-"""``python -m omni_engine.cli.demo``: eight pictures by two workers, in shared forward passes.
+"""``python -m omni_engine.cli.demo``: eight pictures by two workers, and one in eight styles.
 
 Everything is real: an engine process, two worker processes, the model inside the package. Nothing
 is downloaded.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from omni_engine.cli.pictures import make_folder, slug
 from omni_engine.cli.report import seconds_per_picture
 from omni_engine.engine.omni import Omni
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
+from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 
 PROMPTS = (
     "a red circle on a white background",
@@ -35,10 +36,23 @@ PROMPTS = (
     "an orange circle below a purple triangle on a white background",
 )
 FIRST_SEED = 7
+STYLED = PROMPTS[7]
+STYLES = (
+    ("outline",),
+    ("night",),
+    ("studio",),
+    ("silhouette",),
+    ("chalk",),
+    ("tiny",),
+    ("silhouette", "studio"),
+    ("silhouette", "tiny"),
+)
+"""Adapters of the bundled model, alone and in pairs."""
 SHEET_NAME = "contact-sheet.png"
 
 _HELP = """
-Draw eight pictures with the model inside the package, on two workers, and a contact sheet of them.
+Draw eight pictures with the model inside the package, on two workers, and a contact sheet of them
+and of one of them in eight styles: LoRA adapters, alone and in pairs.
 
 Files of an earlier demo in the same folder are replaced.
 """
@@ -62,11 +76,14 @@ def demo(
             ready = time.monotonic()
             print_line(f"ready after {ready - started:.1f} s; {len(PROMPTS)} requests at once ...")
             outputs = omni.generate(PROMPTS, _params())
-            wall_s = time.monotonic() - ready
-    for output in outputs:
+            drawn = time.monotonic()
+            styled = omni.generate([STYLED] * len(STYLES), _style_params())
+            styles_s = time.monotonic() - drawn
+    for output in (*outputs, *styled):
         output.raise_for_error()
-    files, sheet = _write(out, outputs)
-    _report(files, sheet, outputs, wall_s)
+    files, sheet = _write(out, outputs, styled)
+    _report(files, sheet, outputs, drawn - ready)
+    print_line(f"one of them in {len(STYLES)} styles (on the contact sheet) in {styles_s:.2f} s")
 
 
 def _params() -> list[OmniDiffusionSamplingParams]:
@@ -74,7 +91,17 @@ def _params() -> list[OmniDiffusionSamplingParams]:
     return [OmniDiffusionSamplingParams(height=64, width=64, seed=seed) for seed in seeds]
 
 
-def _write(folder: Path, outputs: Sequence[DiffusionOutput]) -> tuple[list[Path], Path]:
+def _style_params() -> list[OmniDiffusionSamplingParams]:
+    """Return the styled prompt's own parameters, under each style's adapters."""
+    plain = _params()[PROMPTS.index(STYLED)]
+    return [
+        replace(plain, lora_request=[LoRARequest(name) for name in adapters]) for adapters in STYLES
+    ]
+
+
+def _write(
+    folder: Path, outputs: Sequence[DiffusionOutput], styled: Sequence[DiffusionOutput]
+) -> tuple[list[Path], Path]:
     from PIL import Image
 
     files = []
@@ -83,6 +110,10 @@ def _write(folder: Path, outputs: Sequence[DiffusionOutput]) -> tuple[list[Path]
         Image.fromarray(first_picture(output)).save(files[-1])
     captioned = [
         (first_picture(o), p, f"seed {o.seed}") for p, o in zip(PROMPTS, outputs, strict=True)
+    ]
+    captioned += [
+        (first_picture(o), " + ".join(adapters), f"seed {o.seed}")
+        for adapters, o in zip(STYLES, styled, strict=True)
     ]
     sheet = folder / SHEET_NAME
     contact_sheet(captioned).save(sheet)
