@@ -99,6 +99,18 @@ def compose(parts: Iterable[tuple[Adapter, float]]) -> AdapterActivation | None:
     )
 
 
+def shared_activation(
+    activations: Iterable[AdapterActivation | None],
+) -> tuple[AdapterActivation | None] | None:
+    """Return the one thing that all run under, whatever the adapters' names; None if they differ.
+
+    Returns:
+        A tuple that holds it, since it may be None, the bare model.
+    """
+    by_identity = {None if one is None else one.identity: one for one in activations}
+    return (next(iter(by_identity.values())),) if len(by_identity) == 1 else None
+
+
 def activations_to_wire(activations: Sequence[AdapterActivation | None]) -> dict[str, Any]:
     """Return the activations of a plan's requests as a msgpack-able dict, each one once."""
     distinct = list(dict.fromkeys(activations))

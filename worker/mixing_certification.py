@@ -31,6 +31,7 @@ from omni_engine.worker.certification import (
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.results import text_of
 from omni_engine.worker.synthetic import RequestMaker, certification_requests
+from omni_engine.worker.views import text_encoders
 
 logger = logging.getLogger(__name__)
 
@@ -62,22 +63,39 @@ def certify_mixing(
     """
     if not report.fused:
         return _refused("requests share no forwards")
-    requests = certification_requests(
-        RequestMaker(pipe, capabilities, capabilities.required_inputs)
-    )
+    if text_encoders(pipe) and not report.encoders:  # nobody would know whose words they encode
+        return _refused("its text encoders can't be suspended")
+    failure = ""
+    for inputs in dict.fromkeys((capabilities.required_inputs, capabilities.inputs)):
+        requests = certification_requests(RequestMaker(pipe, capabilities, inputs))
+        try:
+            bare, _ = run_requests(pipe, requests, UNFUSED)
+            return _compare(pipe, report, requests, bare)
+        except Exception as error:  # noqa: BLE001  # boundary: certification; adapters are grouped instead
+            failure = text_of(error)
+    return _refused(f"certification failed ({failure})")
+
+
+def _compare(
+    pipe: Any,
+    report: FusionReport,
+    requests: list[DiffusionRequest],
+    bare: list[npt.NDArray[np.float64]],
+) -> MixingReport:
     runtime = AdapterRuntime(pipe, _MadeUpAdapters(pipe), max_loras=2, max_cpu_loras=2)
     try:
-        return _compare(pipe, report, requests, runtime)
-    except Exception as error:  # noqa: BLE001  # boundary: certification; requests are grouped instead
-        return _refused(f"certification failed ({text_of(error)})")
+        return _judge(pipe, report, requests, bare, runtime)
     finally:
         runtime.close()
 
 
-def _compare(
-    pipe: Any, report: FusionReport, requests: list[DiffusionRequest], runtime: AdapterRuntime
+def _judge(
+    pipe: Any,
+    report: FusionReport,
+    requests: list[DiffusionRequest],
+    bare: list[npt.NDArray[np.float64]],
+    runtime: AdapterRuntime,
 ) -> MixingReport:
-    bare, _ = run_requests(pipe, requests, UNFUSED)
     for request, activation in zip(requests, _activations(), strict=True):
         runtime.assign(request.request_id, activation)
     alone, _ = run_requests(pipe, requests, UNFUSED, adapters=runtime)

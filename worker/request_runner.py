@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from omni_engine.protocol.adapters import shared_activation
 from omni_engine.protocol.errors import OmniError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan, StepReport, StepState
@@ -72,8 +73,8 @@ class RequestRunner:
     def _run_under_adapters(self, plan: BatchPlan) -> list[DiffusionOutput]:
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
-        shared = set(plan.activations)
-        with self._adapters.everywhere(shared.pop()) if len(shared) == 1 else _NOTHING:
+        shared = shared_activation(plan.activations)
+        with _NOTHING if shared is None else self._adapters.everywhere(*shared):
             for start in range(0, len(plan.requests), size):
                 outputs += self._run_members(plan.requests[start : start + size])
         for output in outputs:

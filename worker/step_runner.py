@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_engine.protocol.adapters import AdapterActivation
+from omni_engine.protocol.adapters import AdapterActivation, shared_activation
 from omni_engine.protocol.errors import ModelError, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepPlan, StepReport
@@ -126,9 +126,9 @@ class StepRunner:
         return not len(loop) or loop.runnable
 
     def _tick(self, group: _Group) -> list[DiffusionOutput]:
-        one = group.activations if len(group.activations) == 1 else None
+        shared = shared_activation(group.activations)
         try:
-            with self._adapters.everywhere(*one) if one else _NOTHING:
+            with _NOTHING if shared is None else self._adapters.everywhere(*shared):
                 return group.loop.tick()
         except OmniError as error:
             return group.loop.fail_all(error)
