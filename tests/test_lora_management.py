@@ -355,6 +355,7 @@ def test_requests_taken_in_before_a_replacement_keep_the_old_content(
     running_alone = params("style", num_inference_steps=40)
     with busy(omni, "style"):
         waiting = omni.submit(PROMPT, params("style"))
+        assert next(waiting.events()).status == "waiting", "the engine has looked at the old file"
         make("style", seed=11)
         new = omni.load_lora("style", "style.safetensors", replace=True)
         assert new.digest != old.digest
