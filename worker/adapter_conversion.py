@@ -29,7 +29,7 @@ from omni_engine.worker.adapter_file import AdapterFile, unusable
 from omni_engine.worker.adapter_matching import DOWN, UP, Pairs, match
 from omni_engine.worker.adapter_trace import TensorTrace
 from omni_engine.worker.adapter_weights import LayerWeights
-from omni_engine.worker.weightless import fresh_copy, without_weights
+from omni_engine.worker.weightless import fresh_copy, shallow_copy, without_weights
 
 _NAME = "adapter"
 _SECOND = "transformer_2"
@@ -94,7 +94,7 @@ class AdapterConverter:
         loading = _Loading(file, keys, settings, targets)
         try:
             with _quiet():
-                return loading.run(fresh_copy(self._pipe), **options)
+                return loading.run(shallow_copy(self._pipe), **options)
         except AdapterError:
             raise
         # boundary: converters raise anything on files that they don't know
@@ -104,7 +104,7 @@ class AdapterConverter:
 
 
 class _Loading:
-    """One adapter on its way into one copy of the pipeline."""
+    """One adapter on its way into copies of the components that it is for."""
 
     def __init__(
         self,
@@ -118,9 +118,7 @@ class _Loading:
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def run(self, pipe: Any, **options: Any) -> dict[str, LayerWeights]:
-        pipe.__dict__["lora_state_dict"] = partial(self._convert, type(pipe).lora_state_dict)
-        for component, _ in self._targets.values():
-            _load_on_meta(getattr(pipe, component), partial(self._note, component))
+        pipe.__dict__["lora_state_dict"] = partial(self._convert, pipe)
         tensors = {name: self._file.tensors[key] for name, key in self._keys.items()}
         pipe.load_lora_weights(tensors, adapter_name=_NAME, low_cpu_mem_usage=False, **options)
         layers: dict[str, LayerWeights] = {}
@@ -128,8 +126,11 @@ class _Loading:
             layers |= self._layers(component, getattr(pipe, component), pairs)
         return layers
 
-    def _convert(self, own: Callable[..., Any], state_dict: Any, **options: Any) -> Any:
-        """Stand in for ``lora_state_dict``: the same, checked, and with the file's settings."""
+    def _convert(self, pipe: Any, state_dict: Any, **options: Any) -> Any:
+        """Stand in for ``lora_state_dict``: the same, checked, and with the file's settings.
+
+        The components that the file is for are ready to be loaded into after that.
+        """
         layer_of = {
             key: layer
             for layer, keys in self._file.layers.items()
@@ -138,9 +139,12 @@ class _Loading:
         }
         trace = TensorTrace({key: self._file.tensors[key] for key in layer_of})
         with trace:
-            result = own(state_dict, **options)
+            result = type(pipe).lora_state_dict(state_dict, **options)
         converted, *rest = result if isinstance(result, tuple) else (result,)
         self._matched = match(self._file, layer_of, converted, self._targets, trace)
+        for component in self._matched:
+            module = pipe.__dict__[component] = fresh_copy(getattr(pipe, component))
+            _load_on_meta(module, partial(self._note, component))
         if not options.get("return_lora_metadata"):
             return result
         settings = None if self._settings is None else dict(self._settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,18 +20,16 @@ def without_weights(pipe: Any) -> Any:
             memo[id(tensor)] = (
                 nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
             )
-    return _copy_with(pipe, {name: copy.deepcopy(m, memo) for name, m in modules.items()})
+    return shallow_copy(pipe, **{name: copy.deepcopy(m, memo) for name, m in modules.items()})
 
 
-def fresh_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline without weights that may be changed; what is empty is shared."""
-    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    tensors = [tensor for module in modules.values() for tensor in _tensors_of(module)]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    return _copy_with(pipe, {name: copy.deepcopy(m, memo) for name, m in modules.items()})
+def fresh_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without weights that may be changed; what is empty is shared."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors_of(module)})
 
 
-def _copy_with(pipe: Any, modules: Mapping[str, nn.Module]) -> Any:
+def shallow_copy(pipe: Any, **modules: nn.Module) -> Any:
+    """Return a copy of a pipeline that may be given other modules; everything else is shared."""
     copied = object.__new__(type(pipe))
     copied.__dict__ = {**vars(pipe), **modules}
     copied.__dict__.pop("_lora_scale", None)  # left by a call
