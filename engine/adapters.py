@@ -7,11 +7,15 @@ what is in force; they ask no worker. A file that changed is checked again befor
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from omni_engine.engine.adapter_checks import Check, CheckQueue
 from omni_engine.engine.adapter_contents import ContentsInForce
-from omni_engine.engine.registered_adapter import RegisteredAdapter, file_state, unknown_adapter
+from omni_engine.engine.registered_adapter import (
+    RegisteredAdapter,
+    Settled,
+    file_state,
+    unknown_adapter,
+)
 from omni_engine.protocol.adapters import AdapterActivation, AdapterReport, compose
 from omni_engine.protocol.errors import InvalidRequestError, ModelLoadError, OmniError
 from omni_engine.protocol.sampling import LoRARequest, canonical_scale
@@ -19,24 +23,6 @@ from omni_engine.stages.config import EngineArgs
 
 _MAX_REPEATS = 3
 """Checks in a row of a file that keeps changing, before requests get what is in force."""
-
-
-class Settled(NamedTuple):
-    """What a verdict came to.
-
-    Attributes:
-        entry: the adapter that was checked.
-        error: why the file is not in force, if it isn't.
-        done: False if the file has to be checked again, because it changed meanwhile.
-        open: whether requests that wait for the name have to wait on.
-        retired: the content that was in force before.
-    """
-
-    entry: RegisteredAdapter
-    error: OmniError | None = None
-    done: bool = True
-    open: bool = False
-    retired: str | None = None
 
 
 class AdapterRegistry:

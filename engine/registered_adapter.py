@@ -109,6 +109,24 @@ class RegisteredAdapter:
         )
 
 
+class Settled(NamedTuple):
+    """What a verdict came to.
+
+    Attributes:
+        entry: the adapter that was checked.
+        error: why the file is not in force, if it isn't.
+        done: False if the file has to be checked again, because it changed meanwhile.
+        open: whether requests that wait for the name have to wait on.
+        retired: the content that was in force before.
+    """
+
+    entry: RegisteredAdapter
+    error: OmniError | None = None
+    done: bool = True
+    open: bool = False
+    retired: str | None = None
+
+
 def unknown_adapter(name: str, known: Iterable[str]) -> UnknownAdapterError:
     """Build the error for a name that is not registered, naming the nearest one that is."""
     names = sorted(known)

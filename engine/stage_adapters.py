@@ -13,11 +13,11 @@ from omni_engine.engine.adapter_infos import AdapterInfos
 from omni_engine.engine.adapter_prefetch import MAX_AHEAD, Prefetch, WorkerLoad
 from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapter_usage import AdapterUsage, most_at_once
-from omni_engine.engine.adapters import AdapterRegistry, Settled
+from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.dispatch import SchedulerLife
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.reception import Reception
-from omni_engine.engine.registered_adapter import RegisteredAdapter
+from omni_engine.engine.registered_adapter import RegisteredAdapter, Settled
 from omni_engine.engine.worker_handle import WorkerHandle
 from omni_engine.protocol.adapters import (
     ADAPTER_DROP,

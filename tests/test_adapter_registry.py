@@ -13,8 +13,8 @@ from omni_engine.engine.adapter_checks import MAX_OUTSTANDING, MAX_TRIES, Check,
 from omni_engine.engine.adapter_files import allowed_file
 from omni_engine.engine.adapter_prefetch import RETELL_S, Prefetch, WorkerLoad
 from omni_engine.engine.adapter_room import AdapterRoom
-from omni_engine.engine.adapters import AdapterRegistry, Settled
-from omni_engine.engine.registered_adapter import RegisteredAdapter
+from omni_engine.engine.adapters import AdapterRegistry
+from omni_engine.engine.registered_adapter import RegisteredAdapter, Settled
 from omni_engine.protocol.adapters import Adapter, AdapterReport, AdaptersHeld, compose
 from omni_engine.protocol.errors import (
     AdapterError,
