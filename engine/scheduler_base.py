@@ -13,7 +13,7 @@ from omni_engine.engine.policies import make_policy
 from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
 
-_LOOK_AHEAD = 8
+_LOOK_FURTHER = 32
 
 
 class SchedulerBase:
@@ -107,7 +107,7 @@ class SchedulerBase:
         groups of the base model or of the same adapters.
 
         Args:
-            count: how many to return at most; looks at eight times as many groups.
+            count: how many to return at most; looks at 32 groups more if it takes them.
 
         Returns:
             The requests' ``weights``, different and not empty, the most urgent first.
@@ -115,7 +115,7 @@ class SchedulerBase:
         if not self._queue.num_with_weights:
             return []
         found: dict[tuple[str, ...], None] = {}
-        for most in (count, _LOOK_AHEAD * count):  # few groups suffice as a rule
+        for most in (count, count + _LOOK_FURTHER):  # few groups suffice as a rule
             groups = self._policy.upcoming(self._queue, most)
             for group in groups:
                 found |= dict.fromkeys(batch_weights(group))
