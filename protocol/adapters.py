@@ -149,8 +149,8 @@ class AdapterReport:
     num_bytes: int
 
     def to_wire(self) -> dict[str, Any]:
-        """Return a msgpack-able dict."""
-        return dataclasses.asdict(self)
+        """Return a msgpack-able dict; ``asdict`` would copy every list of every adapter shown."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> AdapterReport:

@@ -23,10 +23,14 @@ from omni_engine.worker.link import EngineLink
 
 logger = logging.getLogger("omni_engine.worker.process")  # run as __main__
 
+_SWITCH_INTERVAL_S = 0.0005
+"""A forward takes Python's lock at every operation: converting an adapter must give it up soon."""
+
 
 def main() -> int:
     """Run a worker until the engine stops it or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         spec = WorkerSpec.from_wire(pipes.read_message(0))
     except EOFError:  # the engine left before it said what to load
