@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +13,7 @@ from support_stepped import Counting, logged, request
 from omni_engine.protocol import codec
 from omni_engine.protocol.adapters import Adapter, AdapterActivation, AdapterReport
 from omni_engine.protocol.errors import AdapterError
+from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.worker.abort import AbortFlags
@@ -42,8 +45,9 @@ class Bare:
     components: ClassVar[dict[str, Any]] = {}
 
 
-def activation(name: str) -> AdapterActivation:
-    return AdapterActivation((Adapter(name, f"/nowhere/{name}", name * 8),), (1.0,))
+def activation(*names: str) -> AdapterActivation:
+    adapters = tuple(Adapter(name, f"/nowhere/{name}", name * 8) for name in names)
+    return AdapterActivation(adapters, (1.0,) * len(names))
 
 
 class Worker:
@@ -223,6 +227,53 @@ def test_a_newcomer_whose_adapter_is_being_loaded_joins_when_it_is_there() -> No
     done = {output.request_id: output for report in worker.run() for output in report.outputs}
     assert done["first"].applied_loras == []
     assert [lora.name for lora in done["late"].applied_loras] == ["s"]
+
+
+def wait_until(worker: Worker, condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, which may change with every load."""
+    while not condition():
+        assert worker.loaded.wait(30)
+        worker.loaded.clear()
+
+
+def finish(worker: Worker, number: int) -> list[DiffusionOutput]:
+    """Run until so many requests have ended; returns their outputs in order."""
+    outputs: list[DiffusionOutput] = []
+    while len(outputs) < number:
+        wait_until(worker, lambda: worker.runner.has_turn)
+        outputs += worker.tick().outputs
+    return outputs
+
+
+def test_requests_that_hold_what_each_other_waits_for_both_end() -> None:
+    worker = Worker()
+    for group, name in enumerate("bc"):
+        worker.send(group, request(name, 1), activation=activation(name))
+        finish(worker, 1)
+    worker.library.may_load.clear()
+    worker.send(2, request("ab", 2), ticks=2, activation=activation("a", "b"))
+    worker.send(3, request("cd", 2), ticks=2, activation=activation("c", "d"))
+    assert not worker.runner.has_turn, "they are being loaded"
+    worker.library.may_load.set()
+    wait_until(worker, lambda: all(map(worker.adapters.lacks_room, ("ab", "cd"))))
+    outputs = finish(worker, 2)
+    assert [output.request_id for output in outputs if output.ok] == ["ab", "cd"]
+
+
+@pytest.mark.parametrize(
+    ("max_skip_ms", "order"),
+    [(0.0, ["first", "other", "next"]), (math.inf, ["first", "next", "other"])],
+)
+def test_room_for_adapters_is_made_for_who_was_passed_over_for_long(
+    max_skip_ms: float, order: list[str]
+) -> None:
+    worker = Worker(max_skip_ms=max_skip_ms)
+    worker.send(0, request("first", 2), ticks=2, activation=activation("a", "b"))
+    worker.send(1, request("other", 1), ticks=1, activation=activation("c"))
+    worker.send(0, request("next", 3), ticks=2, activation=activation("a", "b"))
+    wait_until(worker, lambda: worker.adapters.lacks_room("other"))
+    worker.send(0, ticks=2)
+    assert [output.request_id for output in finish(worker, 3)] == order
 
 
 def test_a_tick_that_fails_as_a_whole_ends_its_group_only() -> None:

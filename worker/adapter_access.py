@@ -23,6 +23,9 @@ class AdapterAccess(Protocol):
     def is_ready(self, request_id: str) -> bool:
         """Whether a request can run without waiting for a load, or its load has failed."""
 
+    def lacks_room(self, request_id: str) -> bool:
+        """Whether a request that isn't ready waits for room only; running it makes some."""
+
     def wait_ready(self, request_id: str) -> None:
         """Wait for a request's adapters; raises ``OmniError`` if one can't be loaded."""
 
@@ -58,6 +61,10 @@ class NoAdapters:
     def is_ready(self, request_id: str) -> bool:
         """Return True."""
         return True
+
+    def lacks_room(self, request_id: str) -> bool:
+        """Return False."""
+        return False
 
     def wait_ready(self, request_id: str) -> None:
         """Do nothing."""

@@ -69,7 +69,8 @@ class AdapterLoader:
         bank: where they go.
         placer: how they get onto the device.
         send: takes messages for the engine; called from the loader thread.
-        on_loaded: called from the loader thread after each load, failed ones included.
+        on_loaded: called from the loader thread after each load, those included that failed or
+            found no room.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class AdapterLoader:
         if is_over:
             self._finish(load, error)
             self._report()
-            self._on_loaded()
+        self._on_loaded()
 
     def _in_host(self, load: Load) -> AdapterWeights:
         """Return an adapter's weights, from disk if host memory doesn't hold them."""
@@ -260,6 +261,7 @@ class AdapterLoader:
             load.parked = True
             self._parked.append(load)
             return False
+        self._finish(load, None)  # before the lock is free, or somebody could wait for it in vain
         return True
 
     def _finish(self, load: Load, error: OmniError | None) -> None:

@@ -42,7 +42,8 @@ class AdapterRuntime:
         merge: uses merged copies of weights for an identity that has a component to itself.
         send: takes messages for the engine: what checks found, and what is held. Called from the
             loader thread.
-        on_loaded: called from the loader thread after each load, failed ones included.
+        on_loaded: called from the loader thread after each load, those included that failed or
+            found no room.
     """
 
     def __init__(
@@ -133,6 +134,11 @@ class AdapterRuntime:
             return True
         self._load_missing(request)
         return any(load.error is not None for load in request.loads.values())
+
+    def lacks_room(self, request_id: str) -> bool:
+        """Whether a request waits for nothing but room that other requests' adapters take."""
+        waiting = [load for load in self._request(request_id).loads.values() if not load.done]
+        return bool(waiting) and all(load.parked for load in waiting)
 
     def wait_ready(self, request_id: str) -> None:
         """Wait until a request's adapters are on the device.

@@ -51,6 +51,7 @@ def serve_steps(
         aborts,
         spec.worker_id,
         max_stall_ms=spec.engine_args["max_stall_ms"],
+        max_skip_ms=spec.engine_args["max_skip_ms"],
         one_at_a_time=capabilities.exclusive,
     )
     while True:

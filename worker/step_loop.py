@@ -86,6 +86,11 @@ class StepLoop:
             for request_id, resident in self._residents.items()
         )
 
+    @property
+    def cramped(self) -> bool:
+        """Whether a request waits for room for its adapters only, which a tick would make."""
+        return any(map(self._adapters.lacks_room, self._residents))
+
     def join(self, requests: Iterable[DiffusionRequest]) -> None:
         """Take requests in; they are encoded in the next tick."""
         for request in requests:

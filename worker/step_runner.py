@@ -40,15 +40,21 @@ class _Group:
 
 @dataclass(slots=True)
 class _Turn:
-    """A plan with ticks left to run."""
+    """A plan with ticks left to run, and when it came."""
 
     plan_id: int
     group_id: int
     ticks: int
+    since: float = field(default_factory=time.perf_counter)
 
 
 class StepRunner:
     """Runs step plans in order on a pipeline that fulfils the stepwise contract.
+
+    A plan whose adapters are not loaded yet lets later ones go first. If all that it lacks is room
+    that the adapters of others take, it gets it when nobody else can go on, or after
+    ``max_skip_ms``: requests may each hold what the other one waits for, or come in a stream that
+    never ends.
 
     Args:
         pipeline: see ``StepPipeline``.
@@ -56,6 +62,7 @@ class StepRunner:
         aborts: requests aborted meanwhile.
         worker_id: reported in each output.
         max_stall_ms: see ``StepLoop``.
+        max_skip_ms: how long a plan is passed over at most that lacks nothing but room.
         one_at_a_time: see ``StepLoop``.
     """
 
@@ -67,10 +74,12 @@ class StepRunner:
         worker_id: str,
         *,
         max_stall_ms: float = math.inf,
+        max_skip_ms: float = math.inf,
         one_at_a_time: bool = False,
     ) -> None:
         self._pipeline, self._adapters, self._aborts = pipeline, adapters, aborts
         self._worker_id = worker_id
+        self._max_skip_ms = max_skip_ms
         self._max_stall_ms, self._one_at_a_time = max_stall_ms, one_at_a_time
         self._groups: dict[int, _Group] = {}
         self._turns: deque[_Turn] = deque()
@@ -78,7 +87,7 @@ class StepRunner:
     @property
     def has_turn(self) -> bool:
         """Whether a plan has ticks left that need not wait for an adapter to be loaded."""
-        return any(self._is_runnable(turn) for turn in self._turns)
+        return self._next_turn() is not None
 
     def add(self, plan: StepPlan) -> None:
         """Take a plan: its requests join their group, its ticks run in turn."""
@@ -102,7 +111,7 @@ class StepRunner:
 
     def tick(self) -> StepReport:
         """Run one tick of the oldest plan that need not wait for an adapter to be loaded."""
-        turn = next(filter(self._is_runnable, self._turns), self._turns[0])
+        turn = self._next_turn() or self._turns[0]
         group = self._groups[turn.group_id]
         started = time.perf_counter()
         report = StepReport(turn.plan_id)
@@ -120,6 +129,17 @@ class StepRunner:
             self._turns.remove(turn)
         self._forget_empty_groups()
         return report
+
+    def _next_turn(self) -> _Turn | None:
+        cramped: _Turn | None = None
+        for turn in self._turns:
+            if self._is_runnable(turn):
+                return turn
+            if cramped is None and self._groups[turn.group_id].loop.cramped:
+                cramped = turn
+                if (time.perf_counter() - turn.since) * 1000 >= self._max_skip_ms:
+                    break
+        return cramped
 
     def _is_runnable(self, turn: _Turn) -> bool:
         loop = self._groups[turn.group_id].loop
