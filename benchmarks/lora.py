@@ -123,13 +123,13 @@ def counters(omni: Omni) -> dict[str, float]:
     """Return the stage's and its worker's counters, as numbers that grow."""
     (stage,) = omni.status()["stages"]
     (worker,) = stage["workers"]
-    sizes = stage["batch_sizes"]
+    sizes, adapters = stage["batch_sizes"], worker["adapters"] or {}
     return {
         "batches": sum(sizes.values()),
         "members": sum(int(size) * count for size, count in sizes.items()),
         "busy_ms": worker["busy_s"] * 1000,
-        "activations": worker["adapters"]["activations"],
-        "activation_ms": worker["adapters"]["activation_ms"],
+        "activations": adapters.get("activations", 0),
+        "activation_ms": adapters.get("activation_ms", 0.0),
     }
 
 
