@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from omni_engine.protocol.errors import ConfigError, InvalidRequestError
 from omni_engine.stages.bundled import MODEL_DIR
-from omni_engine.stages.config import EngineArgs, resolve_adapter
+from omni_engine.stages.config import EngineArgs, resolve_adapter, textual
 
 _BUNDLED = "bundled:"
 
@@ -35,9 +36,9 @@ def allowed_file(path: str, arguments: EngineArgs) -> str:
             return str(resolve_adapter(path, ""))
         roots = [os.path.realpath(folder) for folder in arguments.lora_dirs]
         found = resolve_adapter(_place(path, roots), "")
+        real = str(textual(Path(os.path.realpath(found))))
     except ConfigError as error:
         raise _refused(path, error.message, error.hint) from None
-    real = os.path.realpath(found)
     if not _is_inside(real, roots):  # the one file of a folder may be a link
         raise _outside(path, roots)
     return real

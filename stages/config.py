@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from omni_engine.protocol.errors import ConfigError, nearest
+from omni_engine.protocol.errors import ConfigError, nearest, shorten
 from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR
 from omni_engine.stages.yaml_source import ConfigFileError as ConfigFileError
 from omni_engine.stages.yaml_source import ConfigProblem as ConfigProblem
@@ -56,7 +56,7 @@ def resolve_adapter(path: str, base_dir: str | os.PathLike[str]) -> Path:
     """Return the file that an adapter's path means: ``bundled:NAME``, a file, or a folder's one.
 
     Raises:
-        ConfigError: there is no such file, or a folder holds none or several.
+        ConfigError: there is no such file, a folder holds none or several, or its path is no text.
     """
     if path.startswith("bundled:"):
         return _bundled_adapter(path.removeprefix("bundled:"))
@@ -65,14 +65,23 @@ def resolve_adapter(path: str, base_dir: str | os.PathLike[str]) -> Path:
         found = [entry.name for entry in Path(path).glob("*.safetensors")]
         preferred = [name for name in found if name == "pytorch_lora_weights.safetensors"] or found
         if len(preferred) == 1:
-            return Path(path, preferred[0])
+            return textual(Path(path, preferred[0]))
         message = f"the folder {path} holds {len(found)} safetensors files"
         raise ConfigError(message, hint="name the adapter's file")
     if not os.path.isfile(path):
         raise ConfigError(f"there is no file or folder {path}")
     if not path.endswith(".safetensors"):
         raise ConfigError(f"{path} is not a safetensors file", hint="convert it first")
-    return Path(path)
+    return textual(Path(path))
+
+
+def textual(path: Path) -> Path:
+    """Return a path as it is; raises ``ConfigError`` if it isn't UTF-8: it can't be sent."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the name {shorten(str(path))} is not UTF-8", hint="rename it") from None
+    return path
 
 
 def _bundled_adapter(name: str) -> Path:

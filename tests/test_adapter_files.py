@@ -322,7 +322,7 @@ def test_headers_of_any_content_are_refused(library: AdapterLibrary, tmp_path: P
         b'{"x.lora_A.weight": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}',
         b'{"x.lora_A.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 0]},'
         b' "x.lora_B.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 0]}}',
-        b"{" * 5000,
+        b"{" * 5000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     ):  # fmt: skip
         path.write_bytes(struct.pack("<Q", len(header)) + header)
         refused(library, path)

@@ -571,6 +571,16 @@ def test_paths_that_lead_out_of_the_folders_are_refused(dirs: list[Path], path: 
         meant(path.replace("OUTSIDE", str(target)), dirs)
 
 
+def test_files_whose_names_are_no_text_are_refused(dirs: list[Path]) -> None:
+    (dirs[0] / "folder").mkdir()
+    odd = dirs[0] / "folder" / os.fsdecode(b"\xff.safetensors")
+    odd.touch()
+    (dirs[0] / "link.safetensors").symlink_to(odd)
+    for path in ("folder", "link.safetensors"):
+        with pytest.raises(InvalidRequestError, match="not UTF-8"):
+            meant(path, dirs)
+
+
 def test_files_that_are_none_are_refused(dirs: list[Path]) -> None:
     (dirs[0] / "x.bin").touch()
     for path, why in (

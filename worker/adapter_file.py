@@ -190,7 +190,7 @@ def _read_header(name: str, path: Path, file: BinaryIO) -> bytes:
         header = json.loads(start[8 : 8 + length])
         entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise unusable(name, f"the header of {path.name} is damaged", expected=expected) from None
     if end > size:
         reason = f"its file is cut short: its tensors end at byte {end}, the file at {size}"

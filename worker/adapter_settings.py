@@ -46,7 +46,7 @@ def checked_settings(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         settings = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
         raise ValueError("the settings in its file (lora_adapter_metadata) are no JSON object")

@@ -38,7 +38,9 @@ _MAX_HEADER = 100_000_000
 _OLD_PART_S = 3600.0
 """Seconds after which a file half written is nobody's any more."""
 
-_UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
+_UNREADABLE = (
+    OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+)  # fmt: skip
 
 
 class AdapterStore:
