@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -49,6 +50,7 @@ class Measured:
         batch: requests per batch, or tick, on average.
         activations: switches per request.
         activation_share: of the worker's busy time.
+        processor_ms: of the worker, per request; other load on the machine hardly counts in it.
     """
 
     rate: float
@@ -56,6 +58,7 @@ class Measured:
     batch: float
     activations: float
     activation_share: float
+    processor_ms: float
 
 
 @dataclass(slots=True)
@@ -124,10 +127,12 @@ def counters(omni: Omni) -> dict[str, float]:
     (stage,) = omni.status()["stages"]
     (worker,) = stage["workers"]
     sizes, adapters = stage["batch_sizes"], worker["adapters"] or {}
+    processor = psutil.Process(worker["pid"]).cpu_times()
     return {
         "batches": sum(sizes.values()),
         "members": sum(int(size) * count for size, count in sizes.items()),
         "busy_ms": worker["busy_s"] * 1000,
+        "processor_ms": (processor.user + processor.system) * 1000,
         "activations": adapters.get("activations", 0),
         "activation_ms": adapters.get("activation_ms", 0.0),
     }
@@ -146,6 +151,7 @@ def measure(omni: Omni, load: Load, clients: int, seconds: float) -> Measured:
         batch=grown["members"] / max(1, grown["batches"]),
         activations=grown["activations"] / len(latencies),
         activation_share=grown["activation_ms"] / grown["busy_ms"],
+        processor_ms=grown["processor_ms"] / len(latencies),
     )
 
 
@@ -188,8 +194,10 @@ def compare(given: argparse.Namespace, count: int, folder: Path) -> None:
 def show(count: int, draw: str, rounds: dict[str, list[Measured]]) -> None:
     """Print medians over the rounds, and ratios between the policies."""
     print(f"\n{count} adapters, {draw}")
-    print("policy    req/s    p50 ms    p95 ms    p99 ms   batch  switches/req  switching")
-    rates, tails = {}, {}
+    print(
+        "policy    req/s    p50 ms    p95 ms    p99 ms   batch  switches/req  switching  cpu ms/req"
+    )
+    rates, tails, processor = {}, {}, {}
     for policy, found in rounds.items():
         rates[policy] = statistics.median(one.rate for one in found)
         p50, p95, p99 = (
@@ -197,19 +205,20 @@ def show(count: int, draw: str, rounds: dict[str, list[Measured]]) -> None:
             for percent in (50, 95, 99)
         )
         tails[policy] = p99
-        batch, switches, share = (
+        batch, switches, share, processor[policy] = (
             statistics.median(getattr(one, name) for one in found)
-            for name in ("batch", "activations", "activation_share")
+            for name in ("batch", "activations", "activation_share", "processor_ms")
         )
         print(
             f"{policy:8s} {rates[policy]:6.2f}  {p50:8.0f}  {p95:8.0f}  {p99:8.0f}  {batch:6.2f}"
-            f"  {switches:12.3f}  {share:9.2%}"
+            f"  {switches:12.3f}  {share:9.2%}  {processor[policy]:10.0f}"
         )
     for one, other in (("grouped", "fifo"), ("mixed", "grouped")):
         if one in rates and other in rates:
             print(
                 f"{one} / {other}: {rates[one] / rates[other]:.2f} req/s, "
-                f"{tails[one] / tails[other]:.2f} p99"
+                f"{tails[one] / tails[other]:.2f} p99, "
+                f"{processor[other] / processor[one]:.2f} per processor second"
             )
 
 
