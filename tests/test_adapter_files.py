@@ -328,6 +328,15 @@ def test_headers_of_any_content_are_refused(library: AdapterLibrary, tmp_path: P
         refused(library, path)
 
 
+def test_a_huge_file_is_refused_before_it_is_read(
+    library: AdapterLibrary, good: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "huge.safetensors"
+    path.write_bytes(good.read_bytes())
+    os.truncate(path, 1 << 42)
+    assert "damaged: its tensors end at byte" in refused(library, path)
+
+
 def test_settings_that_are_no_plain_lora_are_refused(
     library: AdapterLibrary, good: Path, tmp_path: Path
 ) -> None:

@@ -130,8 +130,9 @@ def read_raw(name: str, path: str | Path) -> RawFile:
         with open(path, "rb", opener=_open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise unusable(name, f"{path} is no file")
-            start = _read_header(name, Path(path), file)
-            data = start + file.read()
+            start, size = _read_header(name, Path(path), file)
+            # No more than was there: the file may be growing, to whatever size
+            data = start + file.read(size - len(start))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise unusable(name, f"its file can't be read: {reason}: {path}") from None
@@ -165,8 +166,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer blocks
 
 
-def _read_header(name: str, path: Path, file: BinaryIO) -> bytes:
-    """Return the first bytes of a safetensors file, its header included."""
+def _read_header(name: str, path: Path, file: BinaryIO) -> tuple[bytes, int]:
+    """Return the first bytes of a safetensors file, its header included, and the file's size."""
     expected = "a safetensors file"
     hint = "Pickle files are never read: convert it to safetensors."
     start = file.read(64)
@@ -195,8 +196,11 @@ def _read_header(name: str, path: Path, file: BinaryIO) -> bytes:
     if end > size:
         reason = f"its file is cut short: its tensors end at byte {end}, the file at {size}"
         raise unusable(name, reason, expected="the complete file")
+    if end < size:
+        reason = f"its file is damaged: its tensors end at byte {end}, the file at {size}"
+        raise unusable(name, reason, expected="nothing after the tensors")
     _layers(name, entries)
-    return start
+    return start, size
 
 
 def _layers(name: str, keys: Iterable[str]) -> dict[str, SourceLayer]:
