@@ -9,7 +9,7 @@ from omni_engine.engine.adapter_files import allowed_file, is_bundled
 from omni_engine.engine.registered_adapter import RegisteredAdapter
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.protocol import messages
-from omni_engine.protocol.errors import OmniError
+from omni_engine.protocol.errors import AdapterError, OmniError
 from omni_engine.protocol.lora_info import LoRAInfo
 from omni_engine.protocol.messages import ClientMessage
 from omni_engine.protocol.sampling import canonical_scale
@@ -56,7 +56,7 @@ def _load(
         if isinstance(result, LoRAInfo):
             tell(result)
         else:
-            send(messages.error_message(result, message.id))
+            send(messages.error_message(_about_path(result, body["path"]), message.id))
 
     body = message.body
     if stage.state == "down":
@@ -71,3 +71,12 @@ def _load(
         confined=not is_bundled(body["path"]),
     )
     stage.adapters.load(entry, replace=bool(body["replace"]), loaded=loaded)
+
+
+def _about_path(error: OmniError, path: str) -> OmniError:
+    """Return a verdict on a file as one on the path that the client gave."""
+    if not isinstance(error, AdapterError):
+        return error
+    return AdapterError(
+        error.message, field="path", value=path, expected=error.expected, hint=error.hint
+    )

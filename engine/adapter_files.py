@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_engine.protocol.errors import ConfigError, InvalidRequestError
+from omni_engine.protocol.errors import ConfigError, InvalidRequestError, shorten
 from omni_engine.stages.bundled import MODEL_DIR
 from omni_engine.stages.config import EngineArgs, resolve_adapter, textual
 
@@ -32,13 +32,14 @@ def allowed_file(path: str, arguments: EngineArgs) -> str:
     try:
         if is_bundled(path):
             if arguments.resolved_model() != str(MODEL_DIR):
-                raise _refused(path, "the bundled adapters are for the bundled model")
+                reason = "the bundled adapters are for the bundled model"
+                raise _refused(path, reason, arguments.lora_dirs)
             return str(resolve_adapter(path, ""))
         roots = [os.path.realpath(folder) for folder in arguments.lora_dirs]
         found = resolve_adapter(_place(path, roots), "")
         real = str(textual(Path(os.path.realpath(found))))
     except ConfigError as error:
-        raise _refused(path, error.message, error.hint) from None
+        raise _refused(path, error.message, arguments.lora_dirs, error.hint) from None
     if not _is_inside(real, roots):  # the one file of a folder may be a link
         raise _outside(path, roots)
     return real
@@ -63,14 +64,18 @@ def _is_inside(real: str, roots: Sequence[str]) -> bool:
 
 def _outside(path: str, roots: Sequence[str]) -> InvalidRequestError:
     why = "the path leads elsewhere" if roots else "this stage has none"
-    return _refused(path, f"adapters may be loaded from lora_dirs only, and {why}")
+    hint = None if roots else "Start the engine with lora_dirs (serve --lora-dirs DIR)."
+    return _refused(path, f"adapters may be loaded from lora_dirs only, and {why}", roots, hint)
 
 
-def _refused(path: str, reason: str, hint: str | None = None) -> InvalidRequestError:
+def _refused(
+    path: str, reason: str, roots: Sequence[str], hint: str | None = None
+) -> InvalidRequestError:
+    places = ": " + shorten(", ".join(roots)) if roots else ""
     return InvalidRequestError(
         reason,
         field="path",
         value=path,
-        expected="a safetensors file, or a folder with one, inside the stage's lora_dirs",
+        expected=f"a safetensors file, or a folder with one, inside the stage's lora_dirs{places}",
         hint=hint,
     )

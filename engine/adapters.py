@@ -75,14 +75,18 @@ class AdapterRegistry:
         """Return what all names mean, oldest first."""
         return self._entries.values()
 
-    def get(self, name: str) -> RegisteredAdapter:
+    def get(self, name: str, field: str = "lora_request.name") -> RegisteredAdapter:
         """Return what a name means.
+
+        Args:
+            name: of an adapter.
+            field: where it stands, for the error.
 
         Raises:
             UnknownAdapterError: if the name is not registered.
         """
         if (entry := self._entries.get(name)) is None:
-            raise unknown_adapter(name, self.names)
+            raise unknown_adapter(name, self.names, field)
         return entry
 
     def digest_of(self, name: str) -> str | None:
@@ -207,7 +211,7 @@ class AdapterRegistry:
                 field="name",
                 value=name,
                 expected="a name that is not in use",
-                hint="Set replace to let the name mean the new file.",
+                hint="Set replace (`loras load --replace`) to let the name mean the new file.",
             )
         self._loading[name] = entry
         self._entries.setdefault(name, entry)
@@ -223,7 +227,7 @@ class AdapterRegistry:
             UnknownAdapterError: if the name is not registered.
             InvalidRequestError: if it is the stage's default.
         """
-        entry = self.get(name)
+        entry = self.get(name, "name")
         if any(name == one.name for one in self._default):
             raise InvalidRequestError(
                 f"adapter {name!r} is the stage's default_lora",

@@ -18,6 +18,7 @@ from omni_engine.protocol.errors import (
     shorten,
 )
 
+_HOW_TO_REGISTER = "Register it under lora_modules or with `omni-engine loras load` first."
 _NAMES_SHOWN = 20
 _NAMES_COMPARED = 1000
 """Looking for the nearest of more names than these would hold up the engine."""
@@ -127,7 +128,9 @@ class Settled(NamedTuple):
     retired: str | None = None
 
 
-def unknown_adapter(name: str, known: Iterable[str]) -> UnknownAdapterError:
+def unknown_adapter(
+    name: str, known: Iterable[str], field: str = "lora_request.name"
+) -> UnknownAdapterError:
     """Build the error for a name that is not registered, naming the nearest one that is."""
     names = sorted(known)
     close = nearest(name, names) if len(names) <= _NAMES_COMPARED else None
@@ -136,8 +139,8 @@ def unknown_adapter(name: str, known: Iterable[str]) -> UnknownAdapterError:
         expected += f" and {len(more)} more"
     return UnknownAdapterError(
         f"no adapter named {shorten(name)!r} is registered",
-        field="lora_request.name",
+        field=field,
         value=name,
         expected=expected if names else "no adapter: this stage has none registered",
-        hint=f"Did you mean {close!r}?" if close else "Register it under lora_modules.",
+        hint=f"Did you mean {close!r}?" if close else _HOW_TO_REGISTER,
     )

@@ -166,7 +166,8 @@ class StageAdapters:
             None if error is None else error_from_wire(error),
         )
         if settled.error is not None:
-            logger.warning("adapter %s can't be used: %s", check.name, settled.error)
+            kept = "the old content stays in force: " if settled.entry.adapter else ""
+            logger.warning("%s%s", kept, settled.error)
         self._act_on([settled], now)
 
     def on_held(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
@@ -230,7 +231,7 @@ class StageAdapters:
         Raises:
             OmniError: if it is refused.
         """
-        entry = self.registry.get(name)
+        entry = self.registry.get(name, "name")
         if pin and not entry.pin:
             if entry.state == "broken" and entry.error is not None:
                 raise entry.error.with_traceback(None)

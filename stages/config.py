@@ -71,7 +71,8 @@ def resolve_adapter(path: str, base_dir: str | os.PathLike[str]) -> Path:
     if not os.path.isfile(path):
         raise ConfigError(f"there is no file or folder {path}")
     if not path.endswith(".safetensors"):
-        raise ConfigError(f"{path} is not a safetensors file", hint="convert it first")
+        hint = "pickle files are never read: convert it to safetensors"
+        raise ConfigError(f"{path} is not a safetensors file", hint=hint)
     return textual(Path(path))
 
 

@@ -176,8 +176,9 @@ def test_a_loaded_adapter_is_used_listed_and_gone_after_unloading(omni: Omni, ma
     assert "fresh" not in [info.name for info in omni.loras()]
     with pytest.raises(UnknownAdapterError, match="fresh"):
         draw(omni, "fresh")
-    with pytest.raises(UnknownAdapterError, match="fresh"):
+    with pytest.raises(UnknownAdapterError, match="fresh") as caught:
         omni.unload_lora("fresh")
+    assert caught.value.field == "name"
 
 
 def test_loading_from_a_folder_and_by_absolute_path(omni: Omni, make: Make, folder: Path) -> None:
@@ -213,6 +214,7 @@ def test_paths_outside_the_folders_are_refused(
     with pytest.raises(InvalidRequestError, match="lora_dirs") as caught:
         omni.load_lora("escaped", place.replace("ABSOLUTE", str(outside)))
     assert caught.value.field == "path"
+    assert str(folder) in str(caught.value.expected)
     assert [info.name for info in omni.loras()] == ["outline", "night"]
 
 
@@ -266,6 +268,7 @@ def test_a_broken_file_is_refused_in_words_and_registers_nothing(
         omni.load_lora("broken", path.name)
     assert caught.value.code in ("adapter_unusable", "invalid_request")
     assert BROKEN_WORDS[kind] in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("path", path.name)
     assert [info.name for info in omni.loras()] == ["outline", "night"]
     with pytest.raises(UnknownAdapterError):
         draw(omni, "broken")
@@ -498,8 +501,9 @@ def test_pins_keep_adapters_on_the_device_and_leave_room(omni: Omni, make: Make)
     assert on_device(omni, "b")
     assert not omni.pin_lora("a", False).pin
     assert omni.pin_lora("c").pin
-    with pytest.raises(UnknownAdapterError, match="nigth"):
+    with pytest.raises(UnknownAdapterError, match="nigth") as caught:
         omni.pin_lora("nigth")
+    assert caught.value.field == "name"
 
 
 def on_device(omni: Omni, name: str) -> bool:

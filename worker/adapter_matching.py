@@ -67,12 +67,14 @@ def match(
         names = some(sorted(lost) or found.unmatched)
         if len(lost) == len(layers):
             reason = f"none of its {len(layers)} layers is known to the model: {names}"
+            hint = "It was made for another model, or its keys lack the model's prefix."
         else:
+            hint = None
             count = len(layers) - len(lost)
             reason = (
                 f"{count} of its {len(layers)} layers match the model; without a match: {names}"
             )
-        raise unusable(file.name, reason, expected=expected)
+        raise unusable(file.name, reason, expected=expected, hint=hint)
     for prefix, pairs in found.pairs.items():
         component, module = targets[prefix]
         _check_fit(file.name, component, module, pairs)
@@ -151,4 +153,4 @@ def _check_fit(name: str, component: str, module: nn.Module, pairs: Pairs) -> No
     if wrong:
         reason = f"{len(wrong)} of its {len(pairs)} layers have another shape than {component}'s: "
         hint = "It was made for a model of another size or architecture."
-        raise unusable(name, reason + some(wrong), expected="shapes of the model's", hint=hint)
+        raise unusable(name, reason + some(wrong), expected="the layers' shapes", hint=hint)
