@@ -30,10 +30,12 @@ _SAMPLING = "Picture"
 _HELP = """
 Make pictures from prompts; every prompt is a request of its own, and all run at once.
 
-Without --connect an engine is started for this command alone, with the options of `serve`.
+Without --connect an engine is started for this command alone, with the
+options of `serve`.
 
-Files are named NN-PROMPT-SEED.png, previews like their picture with -step-STEP added (the seed is
-added when the picture is finished). An existing file is never overwritten.
+Files are named NN-PROMPT-SEED.png, previews like their picture with
+-step-STEP added (the seed is added when the picture is finished). An existing
+file is never overwritten.
 """
 
 _EPILOG = """

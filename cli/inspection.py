@@ -10,7 +10,15 @@ import typer
 from omni_engine.cli.connecting import AUTO, connected
 from omni_engine.cli.display import console, print_json
 from omni_engine.cli.options import AsJson, Connect
-from omni_engine.cli.tables import DIGEST_CHARS, duration, megabytes, pairs, print_rows
+from omni_engine.cli.tables import (
+    DIGEST_CHARS,
+    ERROR,
+    NOTHING,
+    duration,
+    megabytes,
+    pairs,
+    print_rows,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
 _Rows = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 """A table's title, columns and rows."""
 
+_ADAPTERS_BRIEF = ("name", "state", "digest (SHA-256)", "default scale")
 _ADAPTERS_SHOWN = 20
 _STEP_COLUMNS = ("ticks", "mean tick", "requests a tick")
 
@@ -58,9 +67,10 @@ def print_status(found: Mapping[str, Any], output: Console) -> None:
     output.print(_engine(found))
     for stage in found["stages"]:
         output.print(_stage(stage))
-        tables = (_workers(stage), _groups(stage), _adapters(stage), _adapters_held(stage))
-        for title, columns, rows in tables:
-            print_rows(output, title, columns, rows)
+        print_rows(output, *_workers(stage))
+        print_rows(output, *_groups(stage))
+        print_rows(output, *_adapters(stage), brief=_ADAPTERS_BRIEF)
+        print_rows(output, *_adapters_held(stage))
 
 
 def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
@@ -209,7 +219,7 @@ def _size(group: Mapping[str, Any]) -> str:
 
 
 def _adapters(stage: Mapping[str, Any]) -> _Rows:
-    columns = ("name", "state", "digest (SHA-256)", "default scale", "file", "error")
+    columns = (*_ADAPTERS_BRIEF, "file", ERROR)
     adapters = stage["adapters"]
     rows = [
         (adapter["name"], adapter["state"], (adapter["digest"] or "-")[:DIGEST_CHARS],
@@ -247,7 +257,7 @@ def _percent(rate: float | None) -> str:
 
 def _message(described: Mapping[str, Any]) -> str:
     error = described["error"]
-    return "-" if error is None else str(error["message"])
+    return NOTHING if error is None else str(error["message"])
 
 
 def batch_sizes(counts: Mapping[str, int]) -> str:

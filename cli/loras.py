@@ -11,7 +11,14 @@ import typer
 from omni_engine.cli.connecting import AUTO, connected
 from omni_engine.cli.display import console, print_json, print_line
 from omni_engine.cli.options import AsJson, Connect
-from omni_engine.cli.tables import DIGEST_CHARS, duration, megabytes, print_rows
+from omni_engine.cli.tables import (
+    DIGEST_CHARS,
+    ERROR,
+    NOTHING,
+    duration,
+    megabytes,
+    print_rows,
+)
 from omni_engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +28,8 @@ if TYPE_CHECKING:
 _HELP = """
 List a running engine's adapters, load and unload some, pin them to the devices.
 
-Without a command it lists them.
+Without a command it lists them; in a narrow terminal shortened, with --json
+everything.
 """
 _EPILOG = """
 [bold]Examples[/bold]
@@ -39,8 +47,8 @@ _LIST_EPILOG = """
 _LOAD_HELP = """
 Register an adapter; returns when a worker has checked its file.
 
-The file must lie in one of the engine's lora_dirs. PATH is looked for in these folders; one that
-starts with "/", "./", "../" or "~" is where it says.
+The file must lie in one of the engine's lora_dirs. PATH is looked for in
+these folders; one that starts with "/", "./", "../" or "~" is where it says.
 """
 _LOAD_EPILOG = """
 [bold]Examples[/bold]
@@ -51,7 +59,8 @@ _LOAD_EPILOG = """
 _UNLOAD_HELP = """
 Unregister an adapter.
 
-New requests that name it are refused from now on; those that wait and run end as they were asked.
+New requests that name it are refused from now on; those that wait and run end
+as they were asked.
 """
 _UNLOAD_EPILOG = """
 [bold]Examples[/bold]
@@ -68,8 +77,9 @@ _UNPIN_EPILOG = """
   omni-engine loras unpin sketch
 """
 
-_COLUMNS = ("name", "state", "scale", "content", "memory", "requests", "last used", "held by",
-            "pinned", "digest (SHA-256)", "error")  # fmt: skip
+_COLUMNS = ("name", "state", "scale", "content", "memory", "requests", "in use", "last used",
+            "held by", "pinned", "digest (SHA-256)", ERROR)  # fmt: skip
+_BRIEF = ("name", "state", "scale", "requests", "last used", "pinned")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What requests call the adapter.")]
 Model = Annotated[
@@ -111,7 +121,7 @@ def list_loras(connect: Connect = AUTO, model: Model = None, as_json: AsJson = F
         print_json([info.to_wire() for info in found])
     elif found:
         rows = [_row(info) for info in found]
-        print_rows(console(), f"adapters of {found[0].model}", _COLUMNS, rows)
+        print_rows(console(), f"adapters of {found[0].model}", _COLUMNS, rows, _BRIEF)
     else:
         print_line("no adapters are registered")
 
@@ -197,14 +207,15 @@ def _row(info: LoRAInfo) -> Sequence[Any]:
         info.name,
         info.state,
         f"{info.default_scale:g}",
-        "-" if info.report is None else _content(info.report),
-        "-" if info.report is None else _memory(info.report),
-        f"{requests.total}, {requests.waiting} waiting, {requests.running} running",
+        NOTHING if info.report is None else _content(info.report),
+        NOTHING if info.report is None else _memory(info.report),
+        requests.total,
+        f"{requests.waiting} waiting, {requests.running} running",
         "never" if info.last_used_s is None else f"{duration(info.last_used_s)} ago",
         _holders(info),
         "yes" if info.pin else "no",
-        "-" if info.digest is None else info.digest[:DIGEST_CHARS],
-        "-" if info.error is None else str(info.error),
+        NOTHING if info.digest is None else info.digest[:DIGEST_CHARS],
+        NOTHING if info.error is None else info.error.message,
     )
 
 

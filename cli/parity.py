@@ -27,12 +27,14 @@ _END_TIMEOUT_S = 10.0
 _HELP = """
 Compare what a model makes of requests in company with what it makes of them alone.
 
-Loads the model in a process of its own, certifies it anew, and runs small made-up requests: one by
-one by the pipeline itself, in one call with lists, together in shared steps, and mixed: joining at
-different steps, with different step counts, guidance and numbers of pictures.
+Loads the model in a process of its own, certifies it anew, and runs small
+made-up requests: one by one by the pipeline itself, in one call with lists,
+together in shared steps, and mixed: joining at different steps, with
+different step counts, guidance and numbers of pictures.
 
-Ends with exit code 0 if every way that an engine would run them makes the same pictures, shared or
-not; with 1 if one doesn't or the model can't be loaded.
+Ends with exit code 0 if every way that an engine would run them makes the
+same pictures, shared or not; with 1 if one doesn't or the model can't be
+loaded.
 """
 
 _EPILOG = """

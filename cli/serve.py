@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _HELP = """
 Serve one or more models until Ctrl-C or SIGTERM; running requests then have 10 seconds to end.
 
-Says on standard output when clients can connect and when each model is ready; requests that come
-earlier wait. Ends with exit code 1 if no model can be loaded.
-Logs go to standard error.
+Says on standard output when clients can connect and when each model is ready;
+requests that come earlier wait. Ends with exit code 1 if no model can be
+loaded. Logs go to standard error.
 """
 
 _EPILOG = """

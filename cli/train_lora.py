@@ -22,11 +22,13 @@ _DEFAULTS = AdapterRecipe()
 _HELP = """
 Train a LoRA adapter for the bundled model on a folder of pictures with captions.
 
-FOLDER holds name.png (jpg, jpeg, webp) with its caption in name.txt, or a metadata.jsonl with a
-line {"file_name": ..., "text": ...} for each picture. Pictures are cropped and resized to 64x64.
+FOLDER holds name.png (jpg, jpeg, webp) with its caption in name.txt, or a
+metadata.jsonl with a line {"file_name": ..., "text": ...} for each picture.
+Pictures are cropped and resized to 64x64.
 
-Ctrl-C lets the running step end and keeps a checkpoint beside the result; --resume goes on from it,
-to the same result. A second Ctrl-C ends at once. Runs on the CPU.
+Ctrl-C lets the running step end and keeps a checkpoint beside the result;
+--resume goes on from it, to the same result. A second Ctrl-C ends at once.
+Runs on the CPU.
 """
 
 _EPILOG = """

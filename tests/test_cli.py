@@ -27,6 +27,7 @@ from omni_engine.cli import main as cli
 from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
 from omni_engine.cli.progress import RequestProgress
+from omni_engine.cli.tables import print_rows
 from omni_engine.engine.handles import RequestEvent
 from omni_engine.protocol.sampling import LoRARequest
 from omni_engine.stages.settings import OVERRIDES
@@ -449,6 +450,22 @@ def test_status_breaks_no_word_in_a_narrow_terminal(served: str, width: int) -> 
                  "error", worker["worker_id"], worker["state"], str(worker["pid"]),
                  "default scale", "outline", "broken"):  # fmt: skip
         assert re.search(rf"(?<!\S){re.escape(text)}(?!\S)", shown), text
+
+
+@pytest.mark.parametrize(("width", "expected"), [(40, 3), (24, 0), (200, 5)])
+def test_a_table_is_shortened_before_it_becomes_blocks(width: int, expected: int) -> None:
+    """Its header has the columns that there is room for; what is wrong is told in any case."""
+    columns = ("name", "state", "scale", "file", "error")
+    rows = [("a", "ready", "1", "/long" * 10, "-"), ("b", "broken", "0.5", "/b", "it holds NaN")]
+    output = Console(width=width, file=io.StringIO(), highlight=False, markup=False)
+    print_rows(output, "adapters", columns, rows, ("name", "state", "scale"))
+    shown = output.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    headers = [line.split() for line in shown.splitlines() if "state" in line and "name" in line]
+    assert headers == ([list(columns[:expected])] if expected else [])
+    for text in ("ready", "broken", "0.5"):
+        assert text in shown
+    assert "it holds NaN" in " ".join(shown.split())
 
 
 def test_models(served: str) -> None:
