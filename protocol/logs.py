@@ -31,8 +31,14 @@ def start_logging(process: str, default_level: str) -> None:
             value=level,
             expected="one of " + ", ".join(name for name in levels if name != "NOTSET"),
         )
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _OneLine(logging.Formatter):
+    """Writes what isn't printable as escapes: clients choose names that messages quote."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        text = super().formatMessage(record)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -469,9 +469,10 @@ def test_the_store_answers_for_a_content_of_any_name(
         lambda data: data[:40],
         lambda _: b"",
         lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-        lambda data: data.replace(b'"version":"1"', b'"version":"0"'),
+        lambda data: data.replace(b'"version":"2"', b'"version":"0"'),
+        lambda data: data.replace(b'\\": 1.0', b'\\": 7.0', 1),
     ],
-    ids=["cut", "header", "empty", "bit", "version"],
+    ids=["cut", "header", "empty", "bit", "version", "scaling"],
 )
 def test_a_damaged_store_file_is_made_anew(
     damage: Callable[[bytes], bytes], library: AdapterLibrary, good: Path, tmp_path: Path

@@ -28,7 +28,7 @@ from omni_engine.worker.certificates import write_whole
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; others aren't read."""
 
 MAX_BYTES = 32 << 30
@@ -86,7 +86,7 @@ class AdapterStore:
             tensors = load(data)
             metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             _report(metadata, digest)
-            if int(metadata["checksum"]) != _checksum(tensors):
+            if int(metadata["checksum"]) != _checksum(tensors, metadata):
                 raise ValueError("its content has changed")
             layers = {
                 layer: LayerWeights(tensors[f"{layer}.down"], tensors[f"{layer}.up"], scaling)
@@ -111,8 +111,8 @@ class AdapterStore:
             "version": str(FORMAT),
             "report": json.dumps(report.to_wire()),
             "scalings": json.dumps({p: layer.scaling for p, layer in weights.layers.items()}),
-            "checksum": str(_checksum(tensors)),
         }
+        metadata["checksum"] = str(_checksum(tensors, metadata))
         try:
             write_whole(path, save(tensors, metadata))
         except OSError as error:
@@ -165,11 +165,13 @@ def _report(metadata: Mapping[str, str], digest: str) -> AdapterReport:
     return report
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    value = 0
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    value = zlib.crc32((metadata["report"] + metadata["scalings"]).encode())
     for name in sorted(tensors):
-        data = tensors[name].contiguous().view(torch.uint8).numpy()
-        value = zlib.crc32(data.data, zlib.crc32(name.encode(), value))
+        tensor = tensors[name]
+        described = f"{name} {tensor.dtype} {list(tensor.shape)}"
+        data = tensor.contiguous().view(torch.uint8).numpy()
+        value = zlib.crc32(data.data, zlib.crc32(described.encode(), value))
     return value
 
 
