@@ -25,9 +25,13 @@ _NAMES_COMPARED = 1000
 
 
 class FileState(NamedTuple):
-    """What tells without reading a file that it is not the one seen before."""
+    """What tells without reading a file that it is not the one seen before.
+
+    Copying may keep the time of modification, but not that of the change.
+    """
 
     mtime_ns: int
+    ctime_ns: int
     size: int
     inode: int
 
@@ -40,7 +44,7 @@ def file_state(path: str) -> FileState | None:
         return None
     if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait, perhaps for ever
         return None
-    return FileState(found.st_mtime_ns, found.st_size, found.st_ino)
+    return FileState(found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
 
 
 @dataclass(slots=True, eq=False)

@@ -62,7 +62,7 @@ def resolve_adapter(path: str, base_dir: str | os.PathLike[str]) -> Path:
         return _bundled_adapter(path.removeprefix("bundled:"))
     path = os.path.join(base_dir, os.path.expanduser(path))
     if os.path.isdir(path):
-        found = [entry.name for entry in Path(path).glob("*.safetensors")]
+        found = [name for name in _listed(path) if name.endswith(".safetensors")]
         preferred = [name for name in found if name == "pytorch_lora_weights.safetensors"] or found
         if len(preferred) == 1:
             return textual(Path(path, preferred[0]))
@@ -74,6 +74,13 @@ def resolve_adapter(path: str, base_dir: str | os.PathLike[str]) -> Path:
         hint = "pickle files are never read: convert it to safetensors"
         raise ConfigError(f"{path} is not a safetensors file", hint=hint)
     return textual(Path(path))
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:  # it may have gone meanwhile
+        raise ConfigError(f"the folder {folder} can't be read: {error.strerror}") from None
 
 
 def textual(path: Path) -> Path:

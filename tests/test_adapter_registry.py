@@ -133,6 +133,16 @@ def test_a_file_that_changes_waits_for_its_check_and_gets_a_new_identity(files: 
     assert "d1" not in registry.contents
 
 
+def test_a_copy_of_equal_size_that_keeps_its_time_is_noticed(files: Files) -> None:
+    registry = ready(files.registry("a"), a="d1")
+    path = files.folder / "a.safetensors"
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # clocks of files are coarse
+        path.write_text("")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert registry.awaiting([A]) == {"a"}
+
+
 def test_a_broken_new_content_leaves_the_old_one_in_force(files: Files) -> None:
     registry = ready(files.registry("a"), a="d1")
     files.write("a", "half a file")
