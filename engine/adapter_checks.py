@@ -53,27 +53,27 @@ class CheckQueue:
 
     def __init__(self) -> None:
         self._ids = count()
+        self._urgent: OrderedDict[int, Check] = OrderedDict()
         self._waiting: OrderedDict[int, Check] = OrderedDict()
         self._given: dict[str, dict[int, Check]] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) + sum(map(len, self._given.values()))
+        return len(self._urgent) + len(self._waiting) + sum(map(len, self._given.values()))
 
     def ask(self, name: str, path: str, *, urgent: bool = False, repeats: int = 0) -> Check:
-        """Queue a check; an urgent one goes before all that wait."""
+        """Queue a check; an urgent one goes before those that are not."""
         check = Check(next(self._ids), name, path, repeats)
-        self._waiting[check.check_id] = check
-        if urgent:
-            self.hurry(check)
+        (self._urgent if urgent else self._waiting)[check.check_id] = check
         return check
 
     def hurry(self, check: Check) -> None:
-        """Let a check go before all that wait; nothing changes if it waits no longer."""
-        if check.check_id in self._waiting:
-            self._waiting.move_to_end(check.check_id, last=False)
+        """Make a check urgent; nothing changes if it waits no longer."""
+        if self._waiting.pop(check.check_id, None) is not None:
+            self._urgent[check.check_id] = check
 
     def withdraw(self, check: Check) -> None:
         """Forget a check; a worker's answer to it will be passed over."""
+        self._urgent.pop(check.check_id, None)
         self._waiting.pop(check.check_id, None)
         for given in self._given.values():
             given.pop(check.check_id, None)
@@ -81,11 +81,11 @@ class CheckQueue:
     def give(self, worker_ids: Sequence[str]) -> list[tuple[str, Check]]:
         """Spread waiting checks over workers; returns who gets which."""
         given: list[tuple[str, Check]] = []
-        while self._waiting and worker_ids:
+        while (queue := self._urgent or self._waiting) and worker_ids:
             worker_id = min(worker_ids, key=self._outstanding)
             if self._outstanding(worker_id) >= MAX_OUTSTANDING:
                 break
-            check_id, check = self._waiting.popitem(last=False)
+            check_id, check = queue.popitem(last=False)
             check.tries += 1
             self._given.setdefault(worker_id, {})[check_id] = check
             given.append((worker_id, check))
@@ -100,15 +100,16 @@ class CheckQueue:
         lost = self._given.pop(worker_id, {})
         for check_id, check in reversed(lost.items()):
             if check.tries < MAX_TRIES:
-                self._waiting[check_id] = check
-                self.hurry(check)
+                self._urgent[check_id] = check
+                self._urgent.move_to_end(check_id, last=False)
         return [check for check in lost.values() if check.tries >= MAX_TRIES]
 
     def drain(self) -> list[Check]:
         """Forget all checks and return them."""
         everything = [*(c for g in self._given.values() for c in g.values())]
-        everything += self._waiting.values()
+        everything += [*self._urgent.values(), *self._waiting.values()]
         self._given.clear()
+        self._urgent.clear()
         self._waiting.clear()
         return everything
 

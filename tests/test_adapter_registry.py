@@ -356,13 +356,13 @@ def test_checks_are_spread_and_few_are_outstanding() -> None:
     assert queue.give([]) == []
 
 
-def test_a_check_that_somebody_waits_for_goes_first() -> None:
+def test_checks_that_somebody_waits_for_go_first_in_their_order() -> None:
     queue = CheckQueue()
     checks = [queue.ask(f"n{i}", "") for i in range(3)]
     urgent = queue.ask("u", "", urgent=True)
     queue.hurry(checks[2])
     queue.withdraw(checks[0])
-    assert [check for _, check in queue.give(["w"])] == [checks[2], urgent, checks[1]]
+    assert [check for _, check in queue.give(["w"])] == [urgent, checks[2], checks[1]]
 
 
 def test_checks_of_a_lost_worker_go_to_another_but_not_for_ever() -> None:
