@@ -56,7 +56,11 @@ class AdapterRoom:
             raise _too_many(len(activation.digests), f"{self.mixed} (max_mixed_adapters)")
         if len(needed) > (free := self.places - len(pinned)):
             less = f", less {len(pinned)} pinned" if pinned else ""
-            raise _too_many(len(needed), f"{free} (max_loras = {self.places}{less})")
+            raise _too_many(
+                len(needed),
+                f"{free} (max_loras = {self.places}{less})",
+                " besides the pinned ones" if pinned else "",
+            )
 
     def check_pins(self, name: str, pinned: int, in_use: int) -> None:
         """Refuse to pin an adapter whose place is needed by those that are not pinned.
@@ -83,9 +87,9 @@ class AdapterRoom:
             )
 
 
-def _too_many(number: int, at_most: str) -> LimitExceededError:
+def _too_many(number: int, at_most: str, besides: str = "") -> LimitExceededError:
     return LimitExceededError(
-        f"the request needs {number} adapters at once",
+        f"the request needs {number} adapters at once{besides}",
         field="lora_request",
         value=number,
         expected=f"at most {at_most}",

@@ -68,7 +68,7 @@ MAX_LORA_NAME_CHARS = 200
 
 def _lora_name(value: object) -> str:
     name: str = text(MAX_LORA_NAME_CHARS).normalise(value)
-    if not name or name != name.strip():
+    if not name or name != name.strip() or set(":=") & set(name):
         raise ValueError
     return name
 
@@ -89,7 +89,8 @@ def _boolean(value: object) -> bool:
 _LORA_RULES = {
     "model": text(),
     "name": FieldRule(
-        _lora_name, f"1 to {MAX_LORA_NAME_CHARS} characters without blanks around them"
+        _lora_name,
+        f"1 to {MAX_LORA_NAME_CHARS} characters without blanks around them and without ':' or '='",
     ),
     "path": FieldRule(_path, f"a path of at most {MAX_PATH_CHARS} characters"),
     "default_scale": number(-MAX_SCALE, MAX_SCALE),

@@ -109,6 +109,9 @@ Scale = Annotated[float, Field(ge=-100, le=100)]
 Milliseconds = Annotated[float, Field(ge=0, le=600_000)]
 NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, _text(r"^\S(.*\S)?$", "text without blanks around it, <= 200 characters")]
+_LORA_NAME = r"^[^\s:=]([^:=]*[^\s:=])?$"
+_LORA_NAME_WANTED = "text without ':', '=' or blanks around it, <= 200 characters"
+LoRAName = Annotated[str, _text(_LORA_NAME, _LORA_NAME_WANTED)]  # NAME:SCALE and NAME=PATH
 PathText = Annotated[str, _text(r"\S", "a name or path", 4096)]
 _PIPELINE = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|[A-Za-z_][\w.-]*)$"
 _PIPELINE_WANTED = 'a class such as "my_package.pipelines:MyPipeline", or an entry point\'s name'
@@ -168,7 +171,7 @@ class SamplingDefaults(_Model):
 class LoRAModule(_Model):
     """An adapter that requests may name."""
 
-    name: Name
+    name: LoRAName
     path: PathText
     default_scale: Scale = 1.0
     preload: bool = False

@@ -23,9 +23,11 @@ from omni_engine.protocol.errors import (
     OmniError,
     UnknownAdapterError,
 )
+from omni_engine.protocol.messages import LOAD_LORA, client_message, parse_client_message
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
-from omni_engine.stages.config import EngineArgs
+from omni_engine.stages.config import ConfigFileError, EngineArgs
+from omni_engine.stages.settings import load_settings
 
 A, B = LoRARequest("a"), LoRARequest("b")
 
@@ -690,3 +692,12 @@ def test_a_worker_that_does_not_load_is_told_again_after_a_while() -> None:
     assert ahead.plan("b", v="a", now=RETELL_S) == [("v", ["b"])]
     ahead.prefetch.forget("v")
     assert ahead.plan("b", v="a", now=RETELL_S) == [("v", ["b"])]
+
+
+@pytest.mark.parametrize("name", ["x:1", "a=b", ":", "night:0.5"])
+def test_names_that_the_command_line_could_take_for_something_else_are_refused(name: str) -> None:
+    with pytest.raises(ConfigFileError, match="without ':'"):
+        load_settings(overrides={"lora_modules": [{"name": name, "path": "bundled:night"}]})
+    message = client_message(LOAD_LORA, 1, name=name, path="x.safetensors")
+    with pytest.raises(InvalidRequestError, match="without ':'"):
+        parse_client_message(message)

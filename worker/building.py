@@ -84,7 +84,9 @@ def build_pipeline(
             )
         return pipe, declared_capabilities(pipe)
     store = certificate_store(pipe, spec)
-    certificate = store.load() or certified_anew(pipe, store)
+    if (certificate := store.load()) is None:
+        logger.info("trying out how requests can share forwards, once for this model ...")
+        certificate = certified_anew(pipe, store)
     pipeline = wrap(pipe, spec, certificate.report, aborts, adapters)
     mixes = pipeline.capabilities.mixes_adapters
     may_call_lists = not (settings["step_execution"] or settings["deterministic"] or mixes)
@@ -147,6 +149,7 @@ def wrap(
         diffusers_capabilities(pipe, report), exclusive=is_exclusive(pipe)
     )
     if adapters is not None and settings["mixed_lora"]:
+        logger.info("trying out whether requests under different adapters can share forwards ...")
         mixing = certify_mixing(pipe, report, capabilities)
         capabilities = dataclasses.replace(
             capabilities, mixes_adapters=mixing.exact, adapters_note=mixing.note
