@@ -23,6 +23,7 @@ from torch.nn import functional
 from omni_engine.protocol.adapters import Adapter
 from omni_engine.protocol.errors import AdapterError
 from omni_engine.stages.bundled import ADAPTER_DIR, MODEL_DIR
+from omni_engine.worker.adapter_file import MAX_BYTES
 from omni_engine.worker.adapter_library import AdapterLibrary
 from omni_engine.worker.adapter_store import AdapterStore
 from omni_engine.worker.adapter_weights import AdapterWeights, LayerWeights
@@ -335,6 +336,17 @@ def test_a_huge_file_is_refused_before_it_is_read(
     path.write_bytes(good.read_bytes())
     os.truncate(path, 1 << 42)
     assert "damaged: its tensors end at byte" in refused(library, path)
+    side = (MAX_BYTES >> 2) // 4
+    end = 4 * 4 * side
+    header = json.dumps(
+        {
+            "x.lora_A.weight": {"dtype": "F32", "shape": [4, side], "data_offsets": [0, end]},
+            "x.lora_B.weight": {"dtype": "F32", "shape": [side, 4], "data_offsets": [end, 2 * end]},
+        }
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + 2 * end)
+    assert "its file has 8.0 GiB" in refused(library, path)
 
 
 def test_settings_that_are_no_plain_lora_are_refused(

@@ -27,6 +27,9 @@ from omni_engine.worker.adapter_settings import checked_settings
 _MAX_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 
+MAX_BYTES = 4 << 30
+"""Of a file: checking one takes several times its size in host memory."""
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -199,6 +202,9 @@ def _read_header(name: str, path: Path, file: BinaryIO) -> tuple[bytes, int]:
     if end < size:
         reason = f"its file is damaged: its tensors end at byte {end}, the file at {size}"
         raise unusable(name, reason, expected="nothing after the tensors")
+    if size > MAX_BYTES:
+        reason = f"its file has {size / 2**30:.1f} GiB"
+        raise unusable(name, reason, expected=f"an adapter of at most {MAX_BYTES >> 30} GiB")
     _layers(name, entries)
     return start, size
 
