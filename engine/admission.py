@@ -171,9 +171,17 @@ class Admission:
                 expected="one of " + ", ".join(sorted(known.sampling_fields)),
                 hint=hint,
             )
-        for name in params.extra_args:
+        for name, value in params.extra_args.items():
             if name not in known.extra_args:
                 raise unknown_field(name, known.extra_args, "extra_args", "extra argument")
+            if name.endswith("attention_kwargs") and isinstance(value, dict) and "scale" in value:
+                raise InvalidRequestError(
+                    "an adapter's strength is not given to the pipeline",
+                    field=f"extra_args.{name}.scale",
+                    value=value["scale"],
+                    expected="to be left out",
+                    hint="Give the scale in lora_request.",
+                )
 
     def _check_sampler(self, params: OmniDiffusionSamplingParams) -> None:
         """Refuse a sampler that doesn't suit the pipeline, and fields that it would ignore."""

@@ -33,7 +33,7 @@ CAPABILITIES = PipelineCapabilities(
         {"height", "width", "num_inference_steps", "true_cfg_scale", "negative_prompt", "sigmas",
          "guidance_scale", "eta", "strength", "max_sequence_length", "num_frames", "lora_request"}
     ),
-    extra_args=frozenset({"shared", "private"}),
+    extra_args=frozenset({"shared", "private", "attention_kwargs"}),
     per_request=frozenset({"num_outputs_per_prompt", "negative_prompt", "private", "seed"}),
     inputs=frozenset({"image"}),
     defaults={"height": 64, "width": 64, "num_inference_steps": 10, "true_cfg_scale": 4.0},
@@ -195,7 +195,12 @@ REFUSED = [
     ({"true_cfg_scale": 2}, "true_cfg_scale", "negative_prompt to be given"),
     ({"negative_prompt": "x", "true_cfg_scale": 1}, "negative_prompt", "true_cfg_scale > 1"),
     ({"seed": 2**63 - 1, "num_outputs_per_prompt": 2}, "seed", "at most"),
-    ({"extra_args": {"privat": 1}}, "extra_args.privat", "one of private, shared"),
+    (
+        {"extra_args": {"privat": 1}},
+        "extra_args.privat",
+        "one of attention_kwargs, private, shared",
+    ),
+    ({"extra_args": {"attention_kwargs": {"scale": 0.5}}}, "extra_args.attention_kwargs.scale", ""),
 ]
 
 
