@@ -393,7 +393,7 @@ WRONG: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("field", TAKES)
+@pytest.mark.parametrize("field", sorted(TAKES))
 def test_a_wrong_type_in_a_field_of_a_request(field: str, raw: RawClient) -> None:
     for kind, value in WRONG:
         accepted_arrays = field == "sigmas" and kind in ("array", "array of one")
