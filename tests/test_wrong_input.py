@@ -425,8 +425,8 @@ def test_a_wrong_type_in_a_field_of_a_message(kind: str, field: str, raw: RawCli
 
 
 def test_a_duplicate_request_id(raw: RawClient, endpoint: str, client: OmniClient) -> None:
-    first = wire(extra_args={"sleep_ms": 1500})
-    raw.submit(first)
+    first = wire(extra_args={"sleep_ms": 3000})
+    assert raw.reply(raw.submit(first))["type"] == "accepted"
     handle = client.submit("a", request_id=first["request_id"])
     with RawClient(endpoint) as other:
         error = refused_beside_a_good_one(other, first)
