@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from omni_engine.protocol.adapters import AdapterActivation
+from omni_engine.protocol.adapters import AdapterActivation, shared_activation
 from omni_engine.protocol.outputs import AppliedLoRA
 
 
@@ -47,6 +47,14 @@ class AdapterAccess(Protocol):
 
     def everywhere(self, activation: AdapterActivation | None) -> AbstractContextManager[None]:
         """Make adapters active for forwards that nobody accounts for."""
+
+
+def under_shared(
+    adapters: AdapterAccess, activations: Iterable[AdapterActivation | None]
+) -> AbstractContextManager[None]:
+    """Make what several requests share active everywhere; change nothing if they differ."""
+    shared = shared_activation(activations)
+    return contextlib.nullcontext() if shared is None else adapters.everywhere(*shared)
 
 
 class NoAdapters:

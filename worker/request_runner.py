@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import time
@@ -12,20 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_engine.protocol.adapters import shared_activation
 from omni_engine.protocol.errors import OmniError, RequestAbortedError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import BatchPlan, StepReport, StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_access import AdapterAccess
+from omni_engine.worker.adapter_access import AdapterAccess, under_shared
 from omni_engine.worker.results import pipeline_error, text_of
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.05
-_NOTHING = contextlib.nullcontext()
 
 
 class RequestRunner:
@@ -73,8 +70,7 @@ class RequestRunner:
     def _run_under_adapters(self, plan: BatchPlan) -> list[DiffusionOutput]:
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
-        shared = shared_activation(plan.activations)
-        with _NOTHING if shared is None else self._adapters.everywhere(*shared):
+        with under_shared(self._adapters, plan.activations):
             for start in range(0, len(plan.requests), size):
                 outputs += self._run_members(plan.requests[start : start + size])
         for output in outputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -10,19 +9,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_engine.protocol.adapters import AdapterActivation, shared_activation
+from omni_engine.protocol.adapters import AdapterActivation
 from omni_engine.protocol.errors import ModelError, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.worker.abort import AbortFlags
-from omni_engine.worker.adapter_access import AdapterAccess
+from omni_engine.worker.adapter_access import AdapterAccess, under_shared
 from omni_engine.worker.results import text_of
 from omni_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -146,9 +142,8 @@ class StepRunner:
         return not len(loop) or loop.runnable
 
     def _tick(self, group: _Group) -> list[DiffusionOutput]:
-        shared = shared_activation(group.activations)
         try:
-            with _NOTHING if shared is None else self._adapters.everywhere(*shared):
+            with under_shared(self._adapters, group.activations):
                 return group.loop.tick()
         except OmniError as error:
             return group.loop.fail_all(error)
