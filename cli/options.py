@@ -199,11 +199,65 @@ class EngineOptions:
         float | None,
         _workers("--worker-startup-timeout-s", "Seconds a worker may take to load.", "S"),
     ] = None
+    worker_heartbeat_timeout_s: Annotated[
+        float | None,
+        _workers(
+            "--worker-heartbeat-timeout-s",
+            "Seconds a worker may be silent before it is replaced.",
+            "S",
+        ),
+    ] = None
+    worker_stall_timeout_s: Annotated[
+        float | None,
+        _workers(
+            "--worker-stall-timeout-s",
+            "Seconds without any progress before a worker is replaced.",
+            "S",
+        ),
+    ] = None
+    worker_restart_backoff_s: Annotated[
+        float | None,
+        _workers(
+            "--worker-restart-backoff-s",
+            "Seconds until a dead worker is started again; doubles.",
+            "S",
+        ),
+    ] = None
+    max_worker_deaths: Annotated[
+        int | None,
+        _workers("--max-worker-deaths", "Deaths within the window before it is left alone.", "N"),
+    ] = None
+    worker_death_window_s: Annotated[
+        float | None,
+        _workers("--worker-death-window-s", "Seconds over which deaths are counted.", "S"),
+    ] = None
+    shutdown_timeout_s: Annotated[
+        float | None,
+        _workers("--shutdown-timeout-s", "Seconds that requests may finish at the end.", "S"),
+    ] = None
+    result_ttl_s: Annotated[
+        float | None,
+        _limit("--result-ttl-s", "Seconds that an undelivered result is kept.", "S"),
+    ] = None
     max_message_bytes: Annotated[
         int | None, _limit("--max-message-bytes", "Bytes of one client message.", "BYTES")
     ] = None
     max_waiting_requests: Annotated[
         int | None, _limit("--max-waiting-requests", "Requests in all queues.", "N")
+    ] = None
+    max_waiting_requests_per_client: Annotated[
+        int | None,
+        _limit("--max-waiting-requests-per-client", "Requests of one client in all queues.", "N"),
+    ] = None
+    max_clients: Annotated[
+        int | None,
+        _limit("--max-clients", "Clients that are connected.", "N"),
+    ] = None
+    max_client_backlog_bytes: Annotated[
+        int | None,
+        _limit(
+            "--max-client-backlog-bytes", "Bytes kept for a client that does not read.", "BYTES"
+        ),
     ] = None
     max_prompt_chars: Annotated[
         int | None, _limit("--max-prompt-chars", "Characters of a prompt.", "N")
@@ -220,6 +274,18 @@ class EngineOptions:
     ] = None  # fmt: skip
     max_outputs_per_prompt: Annotated[
         int | None, _limit("--max-outputs-per-prompt", "Pictures of a request.", "N")
+    ] = None
+    max_input_pixels: Annotated[
+        int | None,
+        _limit("--max-input-pixels", "Width x height of an input picture.", "N"),
+    ] = None
+    max_adapters: Annotated[
+        int | None,
+        _limit("--max-adapters", "Adapters registered in a stage.", "N"),
+    ] = None
+    max_pending_loads: Annotated[
+        int | None,
+        _limit("--max-pending-loads", "Adapters that one client may be loading.", "N"),
     ] = None
     log_level: Annotated[
         LogLevel | None,

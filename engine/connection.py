@@ -22,12 +22,12 @@ from typing import Any
 
 import zmq
 
+from omni_engine.engine.client_socket import connected_socket
 from omni_engine.engine.endpoints import check_endpoint, default_endpoint
 from omni_engine.engine.handles import RequestEvent, RequestHandle, answer_future
 from omni_engine.engine.packing import sizes, split
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import (
-    ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     MalformedMessageError,
@@ -62,7 +62,7 @@ class Connection:
         self.endpoint = endpoint or default_endpoint()
         check_endpoint(self.endpoint)
         self._context = zmq.Context()
-        self._engine = _connected_socket(self._context, self.endpoint)  # the thread takes it over
+        self._engine = connected_socket(self._context, self.endpoint)  # the thread takes it over
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._calls: dict[int, Future[dict[str, Any]]] = {}
@@ -337,25 +337,6 @@ def raise_if_down(models: Sequence[dict[str, Any]]) -> None:
     for model in models:
         if model["state"] == "down" and model["error"] is not None:
             raise error_from_wire(model["error"])
-
-
-def _connected_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    engine = context.socket(zmq.DEALER)
-    engine.setsockopt(zmq.LINGER, 500)
-    engine.setsockopt(zmq.RECONNECT_IVL, 20)
-    engine.setsockopt(zmq.SNDHWM, 0)
-    engine.setsockopt(zmq.RCVHWM, 0)
-    try:
-        engine.connect(endpoint)
-    except zmq.ZMQError as error:
-        context.destroy(linger=0)
-        raise ConfigError(
-            f"can't connect to {endpoint!r}: {error.strerror}",
-            field="endpoint",
-            value=endpoint,
-            expected="ipc://PATH or tcp://127.0.0.1:PORT",
-        ) from None
-    return engine
 
 
 def _duplicate(request_id: str) -> DuplicateRequestError:

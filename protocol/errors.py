@@ -158,6 +158,12 @@ class ModelError(OmniError):
     code = "model_error"
 
 
+class OutOfMemoryError(ModelError):
+    """A request does not fit into the device's memory, not even alone."""
+
+    code = "out_of_memory"
+
+
 class PipelineContractError(OmniError):
     """A pipeline class or its result breaks the contract it declares."""
 
@@ -180,6 +186,12 @@ class WorkerLostError(OmniError):
     """The worker process that ran the request died."""
 
     code = "worker_lost"
+
+
+class WorkerDiedRepeatedlyError(WorkerLostError):
+    """Two worker processes died while they ran the request: it isn't run again."""
+
+    code = "worker_died_repeatedly"
 
 
 class StageUnavailableError(OmniError):

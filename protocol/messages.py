@@ -23,10 +23,11 @@ from omni_engine.protocol.sampling import MAX_SCALE
 
 PROTOCOL_VERSION = 1
 
-HELLO, SUBMIT, ABORT, STATUS, WAIT_READY, PING, BYE = (
+HELLO, SUBMIT, ABORT, RECEIVED, STATUS, WAIT_READY, PING, BYE = (
     "hello",
     "submit",
     "abort",
+    "received",
     "status",
     "wait_ready",
     "ping",
@@ -50,6 +51,7 @@ CLIENT_FIELDS: dict[str, frozenset[str]] = {
     HELLO: frozenset({"client"}),
     SUBMIT: frozenset({"requests"}),
     ABORT: frozenset({"request_ids"}),
+    RECEIVED: frozenset({"request_ids"}),
     STATUS: frozenset(),
     WAIT_READY: frozenset(),
     PING: frozenset(),
@@ -188,7 +190,7 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
         body["client"] = text(MAX_CLIENT_CHARS).apply("client", body["client"])
     if kind == SUBMIT:
         _check_list(body["requests"], "requests", Mapping, "request maps")
-    if kind == ABORT:
+    if kind in (ABORT, RECEIVED):
         _check_list(body["request_ids"], "request_ids", str, "request ids")
     if kind in _LORA_REQUIRED:
         for name, value in body.items():

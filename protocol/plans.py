@@ -70,6 +70,30 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a worker says of itself every ``HEARTBEAT_INTERVAL_S``.
+
+    Args:
+        working_ms: since the main thread last made progress; 0 while it waits for work.
+        loading_ms: for how long the adapter loader has been at its present file; 0 while it waits.
+        memory_caps: most rows of a forward by its kind, in words, as learnt when memory ran out.
+    """
+
+    working_ms: float
+    loading_ms: float = 0.0
+    memory_caps: dict[str, int] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a message for ``codec.encode``."""
+        return {"type": HEARTBEAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Heartbeat:
+        """Rebuild from a decoded message."""
+        return cls(wire["working_ms"], wire["loading_ms"], wire["memory_caps"])
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """One batch for one worker: the requests in full, and what each runs under.
 

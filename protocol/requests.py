@@ -28,9 +28,12 @@ REQUEST_FIELDS = frozenset(
         "sampling_params",
         "detached",
         "preview_every",
+        "timeout_s",
     }
 )
+MAX_TIMEOUT_S = 30 * 24 * 3600.0
 _STEPS = fields.integer(1, 2**31 - 1)
+_TIMEOUT = fields.number(0.001, MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class DiffusionRequest:
         model: a served model's name; None picks the engine's first.
         detached: keep running when the client goes away.
         preview_every: send a small preview picture every so many steps, >= 1; None sends none.
+        timeout_s: seconds from its arrival after which the engine ends it; None: never.
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class DiffusionRequest:
     model: str | None = None
     detached: bool = False
     preview_every: int | None = None
+    timeout_s: float | None = None
 
     @property
     def seed(self) -> int:
@@ -79,6 +84,7 @@ class DiffusionRequest:
             "sampling_params": self.sampling_params.to_wire(),
             "detached": self.detached,
             "preview_every": self.preview_every,
+            "timeout_s": self.timeout_s,
         }
 
     @classmethod
@@ -105,6 +111,7 @@ class DiffusionRequest:
             detached=False if detached is None else detached,
             multi_modal_data=wire.get("multi_modal_data"),
             preview_every=wire.get("preview_every"),
+            timeout_s=wire.get("timeout_s"),
         )
 
 
@@ -122,6 +129,7 @@ def build_request(
     detached: object = False,
     multi_modal_data: object = None,
     preview_every: object = None,
+    timeout_s: object = None,
 ) -> DiffusionRequest:
     """Build a checked request from what a user passes as a prompt.
 
@@ -134,6 +142,7 @@ def build_request(
         detached: keep running when the client goes away.
         multi_modal_data: input pictures by name; see ``DiffusionRequest``.
         preview_every: steps between preview pictures, or None.
+        timeout_s: seconds from its arrival after which the engine ends it, or None.
 
     Raises:
         InvalidRequestError: naming the offending field.
@@ -162,6 +171,7 @@ def build_request(
         preview_every=None
         if preview_every is None
         else _STEPS.apply("preview_every", preview_every),
+        timeout_s=None if timeout_s is None else _TIMEOUT.apply("timeout_s", timeout_s),
     )
 
 

@@ -107,6 +107,7 @@ Count = Annotated[int, Field(ge=1)]
 Guidance = Annotated[float, Field(ge=-1000, le=1000)]
 Scale = Annotated[float, Field(ge=-100, le=100)]
 Milliseconds = Annotated[float, Field(ge=0, le=600_000)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, _text(r"^\S(.*\S)?$", "text without blanks around it, <= 200 characters")]
 _LORA_NAME = r"^[^\s:=]([^:=]*[^\s:=])?$"
@@ -133,12 +134,18 @@ class Limits(_Model):
 
     max_message_bytes: Annotated[int, Field(ge=1024, le=1 << 32)] = 256 << 20
     max_waiting_requests: Count = 10_000
+    max_waiting_requests_per_client: Count = 5_000
+    max_clients: Count = 2_000
+    max_client_backlog_bytes: Annotated[int, Field(ge=1024)] = 256 << 20
     max_prompt_chars: Count = 20_000
     max_pixels: Count = 2048 * 2048
     max_side: Count = 4096
     max_frames: Count = 1024
     max_steps: Count = 1000
     max_outputs_per_prompt: Count = 64
+    max_input_pixels: Count = 4096 * 4096
+    max_adapters: Count = 10_000
+    max_pending_loads: Count = 64
 
 
 class SamplingDefaults(_Model):
@@ -220,7 +227,12 @@ class EngineArgs(_Model):
     max_mixed_adapters: Count | None = None
     lora_merge: Literal["off", "auto"] = "off"
     default_sampling_params: SamplingDefaults = SamplingDefaults()
-    worker_startup_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    worker_startup_timeout_s: Seconds = 600.0
+    worker_heartbeat_timeout_s: Seconds = 60.0
+    worker_stall_timeout_s: Seconds = 600.0
+    worker_restart_backoff_s: Annotated[float, Field(gt=0, le=30)] = 0.5
+    max_worker_deaths: Count = 5
+    worker_death_window_s: Seconds = 600.0
 
     @property
     def mixed_adapters_limit(self) -> int | None:
@@ -287,5 +299,7 @@ class DeployConfig(_Model):
     """A whole deploy file."""
 
     endpoint: Endpoint | None = None
+    shutdown_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
+    result_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     limits: Limits = Limits()
     stage_args: Annotated[tuple[StageConfig, ...], Field(strict=False, min_length=1)]

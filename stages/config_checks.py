@@ -19,6 +19,8 @@ _STAGE: Loc = ("stage_args", 0)
 
 OVERRIDES: dict[str, Loc] = {
     "endpoint": ("endpoint",),
+    "shutdown_timeout_s": ("shutdown_timeout_s",),
+    "result_ttl_s": ("result_ttl_s",),
     "name": (*_STAGE, "name"),
     **{name: ("limits", name) for name in schema.Limits.model_fields},
     **{name: (*_STAGE, "engine_args", name) for name in schema.EngineArgs.model_fields},

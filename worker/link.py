@@ -176,7 +176,4 @@ class EngineLink(threading.Thread):
         return True
 
     def _beat(self) -> None:
-        idle_ms = (time.monotonic() - self._last_progress) * 1000
-        self._engine.send_multipart(
-            codec.encode({"type": plans.HEARTBEAT, "since_progress_ms": idle_ms})
-        )
+        self._engine.send_multipart(codec.encode(plans.Heartbeat(0.0).to_wire()))
