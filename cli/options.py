@@ -245,9 +245,9 @@ class EngineOptions:
     max_waiting_requests: Annotated[
         int | None, _limit("--max-waiting-requests", "Requests in all queues.", "N")
     ] = None
-    max_waiting_requests_per_client: Annotated[
+    max_waiting_per_client: Annotated[
         int | None,
-        _limit("--max-waiting-requests-per-client", "Requests of one client in all queues.", "N"),
+        _limit("--max-waiting-per-client", "Requests of one client in all queues.", "N"),
     ] = None
     max_clients: Annotated[
         int | None,

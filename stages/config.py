@@ -134,7 +134,7 @@ class Limits(_Model):
 
     max_message_bytes: Annotated[int, Field(ge=1024, le=1 << 32)] = 256 << 20
     max_waiting_requests: Count = 10_000
-    max_waiting_requests_per_client: Count = 5_000
+    max_waiting_per_client: Count = 5_000
     max_clients: Count = 2_000
     max_client_backlog_bytes: Annotated[int, Field(ge=1024)] = 256 << 20
     max_prompt_chars: Count = 20_000
