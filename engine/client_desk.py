@@ -188,7 +188,7 @@ class ClientDesk:
     def _take_in(self, client: Client, request: DiffusionRequest, now: float) -> None:
         if self.closing:
             raise closing_error()
-        if any(stage.knows(request.request_id) for stage in self._stages.values()):
+        if any(stage.live(request.request_id) for stage in self._stages.values()):
             raise DuplicateRequestError(
                 "the request id is in use",
                 field="request_id",

@@ -110,9 +110,9 @@ class StageRuntime:
         errors = (worker.error for worker in self.workers.values())
         return next((error for error in errors if error is not None), None)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether the id is in use."""
-        return request_id in self._live
+    def live(self, request_id: str) -> LiveRequest | None:
+        """Return a request that has not ended; None if the id is free."""
+        return self._live.get(request_id)
 
     def submit(self, request: DiffusionRequest, listener: Listener, now: float) -> None:
         """Take a request in, or refuse it.
