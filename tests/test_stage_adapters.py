@@ -263,7 +263,7 @@ def test_requests_wait_for_the_checks_of_their_adapters_alone(make: Callable[...
     assert [output.request_id for output in stage.told] == ["bare", "early", "both"]
     assert "b is broken" in str(stage.told[-1].error)
     assert stage.runtime.num_waiting == 0
-    assert not stage.runtime.knows("both")
+    assert stage.runtime.live("both") is None
 
 
 def test_parked_requests_can_be_aborted(make: Callable[..., Stage]) -> None:
