@@ -50,6 +50,7 @@ class WorkerSpec:
         model: resolved local folder or hub id.
         device: torch device string as this process sees it.
         threads: torch threads; None leaves torch's default.
+        incarnation: how many processes the worker had before this one.
     """
 
     worker_id: str
@@ -58,6 +59,12 @@ class WorkerSpec:
     model: str
     device: str
     threads: int | None = None
+    incarnation: int = 0
+
+    @property
+    def identity(self) -> str:
+        """The process's name on the engine's socket; no later process of the worker has it."""
+        return f"{self.worker_id}.{self.incarnation}"
 
     def to_wire(self) -> dict[str, Any]:
         """Return a msgpack-able dict."""

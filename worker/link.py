@@ -55,11 +55,11 @@ class EngineLink(threading.Thread):
 
     Args:
         endpoint: the engine's socket for workers.
-        worker_id: this worker's identity on it.
+        identity: this process's on it.
         aborts: told about aborted requests as soon as the message arrives.
     """
 
-    def __init__(self, endpoint: str, worker_id: str, aborts: AbortFlags) -> None:
+    def __init__(self, endpoint: str, identity: str, aborts: AbortFlags) -> None:
         super().__init__(name="engine-link", daemon=True)
         self._endpoint = endpoint
         self._aborts = aborts
@@ -69,7 +69,7 @@ class EngineLink(threading.Thread):
         self._last_progress = time.monotonic()
         self._context = zmq.Context()
         self._engine = self._context.socket(zmq.DEALER)
-        self._engine.setsockopt(zmq.IDENTITY, worker_id.encode())
+        self._engine.setsockopt(zmq.IDENTITY, identity.encode())
         self._engine.setsockopt(zmq.LINGER, 2000)
         self._engine.connect(endpoint)
         self._outbox_in = self._context.socket(zmq.PULL)

@@ -37,7 +37,7 @@ def main() -> int:
         return 1
     start_logging(spec.worker_id, "INFO")
     aborts = AbortFlags()
-    link = EngineLink(spec.endpoint, spec.worker_id, aborts)
+    link = EngineLink(spec.endpoint, spec.identity, aborts)
     link.start()
     try:
         serve = _load(spec, link, aborts)
