@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from omni_engine.cli.option_groups import expand_options
 from omni_engine.cli.options import AsJson, EngineOptions
 from omni_engine.cli.parsing import parse_assignment, parse_lora
 from omni_engine.protocol.errors import ConfigError
-from omni_engine.protocol.logs import LEVEL_VARIABLE
+from omni_engine.protocol.logs import choose_logging
 
 if TYPE_CHECKING:
     from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
@@ -219,8 +218,7 @@ def _own_engine(model: str | None, engine: EngineOptions) -> Iterator[str]:
     from omni_engine.engine.omni import Omni
 
     engine.settings(model)  # reports what is wrong by the names of the command line
-    if engine.log_level is not None:
-        os.environ[LEVEL_VARIABLE] = engine.log_level.upper()
+    choose_logging(engine.log_level, engine.log_format)
     interrupts.release()
     with console(stderr=True).status("starting the engine and loading the model"):
         omni = Omni(model, config=engine.config, **engine.overrides())

@@ -53,6 +53,7 @@ AsJson = Annotated[
     ),
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,11 @@ class EngineOptions:
         typer.Option("--log-level", metavar="LEVEL",
                      help="What the engine logs at least: debug, info, warning or error."),
     ] = None  # fmt: skip
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option("--log-format", metavar="FORMAT",
+                     help="Lines for people (console), or one JSON object a line (json)."),
+    ] = None  # fmt: skip
 
     def given(self) -> list[str]:
         """Return the flags that were given."""
@@ -306,7 +312,7 @@ class EngineOptions:
             ConfigError: if an option's text can't be read.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del values["config"], values["log_level"]
+        del values["config"], values["log_level"], values["log_format"]
         modules = [parse_lora_module(text) for text in self.lora_modules or ()]
         values["lora_modules"] = modules or None
         values["lora_dirs"] = self.lora_dirs or None

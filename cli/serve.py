@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from omni_engine.cli import interrupts
 from omni_engine.cli.display import print_line
 from omni_engine.cli.option_groups import expand_options
-from omni_engine.cli.options import Endpoint, EngineOptions, LogLevel, Model
+from omni_engine.cli.options import Endpoint, EngineOptions, Model
 
 if TYPE_CHECKING:
     from omni_engine.engine.stage_runtime import StageRuntime
@@ -48,7 +47,7 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
     settings = engine.settings(model, endpoint=endpoint)
     address = settings.config.endpoint or default_endpoint()
     check_endpoint(address)
-    _start_logging(engine.log_level)
+    _start_logging(engine)
     names = ", ".join(stage.display_name for stage in settings.config.stage_args)
     server = EngineServer(
         settings.config, address, on_listening=lambda at: _announce(names, at),
@@ -58,12 +57,11 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
     raise typer.Exit(server.run())
 
 
-def _start_logging(level: LogLevel | None) -> None:
-    """Log to standard error, workers included: they read the level from the environment."""
-    from omni_engine.protocol.logs import LEVEL_VARIABLE, start_logging
+def _start_logging(engine: EngineOptions) -> None:
+    """Log to standard error, workers included: they read the environment."""
+    from omni_engine.protocol.logs import choose_logging, start_logging
 
-    if level is not None:
-        os.environ[LEVEL_VARIABLE] = level.upper()
+    choose_logging(engine.log_level, engine.log_format)
     start_logging("engine", "INFO")
 
 

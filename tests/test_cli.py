@@ -189,7 +189,7 @@ def test_version(invoke: Callable[..., Result]) -> None:
 
 
 def test_every_setting_has_an_option() -> None:
-    options = set(EngineOptions.__dataclass_fields__) - {"config", "log_level"}
+    options = set(EngineOptions.__dataclass_fields__) - {"config", "log_level", "log_format"}
     assert options | {"endpoint", "model"} == set(OVERRIDES)
 
 
@@ -234,6 +234,7 @@ WRONG = {
     "serve --devices tpu": "--devices",
     "serve --replicas 0": "--replicas",
     "serve --log-level loud": "--log-level",
+    "serve --log-format xml": "--log-format",
     "serve --lora-modules sketch": "--lora-modules",
     "serve --lora-modules sketch=nowhere.safetensors": "nowhere.safetensors",
     "serve --default-lora nite": "night",
