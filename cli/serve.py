@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from omni_engine.engine.stage_runtime import StageRuntime
 
 _HELP = """
-Serve one or more models until Ctrl-C or SIGTERM; running requests then have 10 seconds to end.
+Serve one or more models until Ctrl-C or SIGTERM; those taken in have
+10 seconds to end.
 
 Says on standard output when clients can connect and when each model is ready;
 requests that come earlier wait. Ends with exit code 1 if no model can be

@@ -26,8 +26,7 @@ class BatchDispatch:
 
     def dispatch(self, now: float) -> None:
         """Give idle workers what the scheduler decides."""
-        workers = self._floor.workers.values()
-        idle = [worker for worker in workers if worker.state is WorkerState.IDLE]
+        idle = self._idle()
         if not idle or not self.scheduler.num_waiting:
             return
         idle.sort(key=lambda worker: worker.busy_s(now))
@@ -36,10 +35,7 @@ class BatchDispatch:
 
     def next_deadline(self, now: float) -> float | None:
         """When ``dispatch`` may decide differently through time alone."""
-        workers = self._floor.workers.values()
-        if not any(worker.state is WorkerState.IDLE for worker in workers):
-            return None
-        return self.scheduler.next_deadline(now)
+        return self.scheduler.next_deadline(now) if self._idle() else None
 
     def worker_of(self, request_id: str) -> str:
         """Return the worker that runs a running request."""
@@ -51,7 +47,14 @@ class BatchDispatch:
         return () if batch is None else batch.request_ids
 
     def on_outputs(self, worker: WorkerHandle, outputs: list[DiffusionOutput], now: float) -> None:
-        """Act on the end of a batch."""
+        """Act on the end of a batch.
+
+        Raises:
+            ValueError: if the outputs aren't those of the batch; nothing has changed then.
+        """
+        ids = tuple([output.request_id for output in outputs])
+        if ids != self.running_on(worker.worker_id):
+            raise ValueError(f"worker {worker.worker_id} ended another batch than it was given")
         del self._running[worker.worker_id]
         worker.set_busy(False, now)
         self._floor.finish_all(outputs, now)
@@ -61,13 +64,22 @@ class BatchDispatch:
         self._floor.note_progress(report, now)
 
     def lose(self, worker: WorkerHandle, now: float) -> list[str]:
-        """Forget a dead worker; return the requests it ran."""
+        """Forget a dead worker; return the requests it ran, the oldest first."""
         batch = self._running.pop(worker.worker_id, None)
         return [] if batch is None else list(batch.request_ids)
+
+    def run_again(self, request_ids: list[str], now: float) -> None:
+        """Let requests of a dead worker wait at their old places, to run alone."""
+        self.scheduler.requeue(request_ids, now, alone=True)
 
     def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
         """Return what status shows of a worker in this mode alone: nothing."""
         return {}
+
+    def _idle(self) -> list[WorkerHandle]:
+        """Return the workers that take a batch."""
+        workers = self._floor.workers.values()
+        return [w for w in workers if w.is_ready and w.state is WorkerState.IDLE]
 
     def _start(self, assignment: Assignment, now: float) -> None:
         floor, worker = self._floor, self._floor.workers[assignment.worker_id]

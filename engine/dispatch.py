@@ -148,7 +148,13 @@ class Dispatch(Protocol):
         """Act on a tick, or on progress of a batch."""
 
     def lose(self, worker: WorkerHandle, now: float) -> list[str]:
-        """Forget a dead worker; return the requests it ran."""
+        """Forget a dead worker; return the requests it ran, the oldest first."""
+
+    def run_again(self, request_ids: list[str], now: float) -> None:
+        """Let requests of a dead worker wait at their old places.
+
+        Each may be what killed it: none of them shares a batch any more.
+        """
 
     def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
         """Return what status shows of a worker in this mode alone."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_engine.engine.admission import AdmittedRequest
+from omni_engine.engine.restarts import Death
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput
@@ -52,6 +53,7 @@ class LiveRequest:
         num_steps: scheduler steps in all; 0 while that is not known.
         told_step: the step that the listener heard of last; 0 before the first.
         told_at: when that was: seconds, monotonic.
+        first_death: that of a worker that ran it; it is not run again after a second one.
     """
 
     request: DiffusionRequest
@@ -64,6 +66,7 @@ class LiveRequest:
     num_steps: int = 0
     told_step: int = 0
     told_at: float = 0.0
+    first_death: Death | None = None
 
     @property
     def request_id(self) -> str:
@@ -97,6 +100,17 @@ class LiveRequest:
     def failed(self, error: OmniError) -> DiffusionOutput:
         """Return the output that ends the request with an error."""
         return DiffusionOutput.failed(self.request_id, error, self.seed)
+
+    @property
+    def deadline(self) -> float | None:
+        """When its time is over: seconds, monotonic; None: never."""
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.arrival + timeout_s
+
+    def start_over(self, death: Death) -> None:
+        """Note that it waits again, because the worker that ran it died."""
+        self.first_death, self.started = death, None
+        self.listener.on_status(self.request_id, RequestStatus.WAITING)
 
     def advance(self, step_index: int, num_steps: int) -> None:
         """Note how far the request is."""

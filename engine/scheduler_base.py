@@ -6,6 +6,7 @@ Pure, as the schedulers are: no I/O, no threads, no clock.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 from omni_engine.engine.batching import QueuedRequest, RequestStatus, SchedulerConfig
@@ -14,6 +15,19 @@ from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
 
 _LOOK_FURTHER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The key of a request that may be what its worker died of: no other has it.
+
+    Args:
+        key: the request's own.
+        request_id: the request.
+    """
+
+    key: Hashable
+    request_id: str
 
 
 class SchedulerBase:
@@ -179,11 +193,17 @@ class SchedulerBase:
         self._release(request)
         return RequestStatus.FINISHED_ABORTED if request.abort_requested else status
 
-    def requeue(self, request_ids: Iterable[str], now: float) -> list[str]:
+    def requeue(self, request_ids: Iterable[str], now: float, *, alone: bool = False) -> list[str]:
         """Let running requests wait again, because their worker is lost.
 
         Each returns to its old place in the arrival order, before all that never ran, and its
         waiting time still counts from its arrival. Ids that aren't running are passed over.
+
+        Args:
+            request_ids: the requests.
+            now: the time, in seconds.
+            alone: whether each is a suspect, which may be what its worker died of: it shares
+                neither a batch nor a group from now on, nor a worker with another suspect.
 
         Returns:
             The ids, in arrival order, of those whose abort was requested: they are not queued
@@ -199,7 +219,9 @@ class SchedulerBase:
         again = [request for request in lost if not request.abort_requested]
         for request in again:
             request.status, request.worker_id = RequestStatus.WAITING, None
-        self._queue.put_back(again)
+            if alone and not isinstance(request.key, Suspect):
+                request.key = Suspect(request.key, request.request_id)
+        self._put_back(again)
         return [request.request_id for request in aborted]
 
     def drain_waiting(self) -> list[str]:
@@ -212,6 +234,10 @@ class SchedulerBase:
     def _on_change(self, group: RequestGroup) -> None:
         """Tell the policy that the head or the fill of ``group`` may have changed."""
         self._policy.on_change(group)
+
+    def _put_back(self, requests: list[QueuedRequest]) -> None:
+        """Let requests wait at their old places."""
+        self._queue.put_back(requests)
 
     def _withdraw(self, request: QueuedRequest) -> None:
         """Take out a request that has not started."""

@@ -30,15 +30,13 @@ from omni_engine.stages.config import DeployConfig
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_GRACE_S = 10.0
-"""How long running batches may finish after SIGTERM or SIGINT."""
-
 _TICK_S = 0.2
 _DRAIN_S = 2.0
 """How long clients may take, at the engine's end, to read what is still for them."""
 _MESSAGES_PER_TURN = 2000
-_HARD_FRAME_FACTOR = 8
-"""Frames up to this multiple of max_message_bytes are received, to be refused with a reason."""
+_FRAME_SLACK_BYTES = 1 << 20
+"""Frames up to so many bytes beyond max_message_bytes are received, to be refused with a reason;
+the sender of a longer one is disconnected before it is read."""
 
 
 class EngineServer:
@@ -151,27 +149,28 @@ class EngineServer:
             return True
         if self._stopping_since is None:
             return False
-        expired = time.monotonic() - self._stopping_since > SHUTDOWN_GRACE_S
-        return expired or not any(stage.busy for stage in self._stages.values())
+        took_s = time.monotonic() - self._stopping_since
+        expired = took_s >= self._config.shutdown_timeout_s
+        return expired or not any(stage.has_work for stage in self._stages.values())
 
     def _on_signal(self) -> None:
         self._wake.recv(64)
         if self._stopping_since is not None:
             self._stop_now = True
             return
-        logger.info("stopping: no new requests; running batches may finish")
+        limit_s = self._config.shutdown_timeout_s
+        logger.info("stopping: no new requests; those taken in may finish within %g s", limit_s)
         self._stopping_since = time.monotonic()
         self._desk.closing = True
-        for stage in self._stages.values():
-            stage.abort_all(self._stopping_since, closing_error(), waiting_only=True)
 
     # -- workers
 
     def _on_worker_frames(self, frames: list[zmq.Frame]) -> None:
-        worker_id = frames[0].bytes.decode("ascii", "replace")
+        identity = frames[0].bytes.decode("ascii", "replace")
+        worker_id = identity.rpartition(".")[0]
         stage = self._stage_of_worker.get(worker_id)
-        if stage is None:
-            return
+        if stage is None or stage.workers[worker_id].identity != identity:
+            return  # the last words of a process that was replaced
         try:
             stage.on_worker_message(
                 worker_id, codec.decode(frames[1:], trusted=True), time.monotonic()
@@ -182,7 +181,8 @@ class EngineServer:
             stage.give_up(worker_id, WorkerLostError(reason))
 
     def _send_to_worker(self, worker_id: str, message: dict[str, Any]) -> None:
-        frames = [worker_id.encode(), *codec.encode(message)]
+        identity = self._stage_of_worker[worker_id].workers[worker_id].identity
+        frames = [identity.encode(), *codec.encode(message)]
         with contextlib.suppress(zmq.ZMQError):  # a dead worker is noticed by its exit
             self._worker_socket.send_multipart(frames, copy=False)
 
@@ -206,7 +206,7 @@ class EngineServer:
         self._client_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._client_socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._client_socket.setsockopt(
-            zmq.MAXMSGSIZE, self._config.limits.max_message_bytes * _HARD_FRAME_FACTOR
+            zmq.MAXMSGSIZE, self._config.limits.max_message_bytes + _FRAME_SLACK_BYTES
         )
         self.endpoint = bind_endpoint(self._client_socket, self.endpoint)
         self._poller = zmq.Poller()

@@ -13,10 +13,12 @@ from typing import Any
 
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission, AdmittedRequest
+from omni_engine.engine.deadlines import Deadlines
 from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.live_request import Listener, LiveRequest
 from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch, warn_of_capacity
 from omni_engine.engine.reception import Reception
+from omni_engine.engine.restarts import Death
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.stage_adapters import StageAdapters
 from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
@@ -24,11 +26,13 @@ from omni_engine.protocol import adapters, plans
 from omni_engine.protocol.errors import (
     OmniError,
     RequestAbortedError,
+    RequestTimeoutError,
     StageUnavailableError,
+    WorkerDiedRepeatedlyError,
     error_from_wire,
 )
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.plans import PipelineCapabilities, StepReport
+from omni_engine.protocol.plans import Heartbeat, PipelineCapabilities, StepReport
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.config import Limits, StageConfig
 
@@ -57,6 +61,7 @@ class StageRuntime:
         self._last_added = 0.0
         self.capabilities: PipelineCapabilities | None = None
         self._live: dict[str, LiveRequest] = {}
+        self._deadlines = Deadlines()
         self.workers: dict[str, WorkerHandle] = {}
         registry = AdapterRegistry(stage.engine_args)
         self._reception = Reception(registry, self._admit, self._refuse)
@@ -70,24 +75,26 @@ class StageRuntime:
 
     @property
     def state(self) -> str:
-        """``loading``, ``ready``, ``degraded`` (some workers dead) or ``down`` (all dead)."""
-        states = [worker.state for worker in self.workers.values()]
-        if all(state is WorkerState.DEAD for state in states):
+        """``loading``, ``ready``, ``degraded`` (some workers gone) or ``down`` (all left dead)."""
+        workers = self.workers.values()
+        if all(worker.state is WorkerState.DEAD for worker in workers):
             return "down"
         if not self._reception.is_open:
             return "loading"
-        return "degraded" if WorkerState.DEAD in states else "ready"
+        lacking = any(w.state is WorkerState.DEAD or w.is_recovering for w in workers)
+        return "degraded" if lacking else "ready"
 
     @property
     def settled(self) -> bool:
-        """Whether no worker is still loading, and every configured adapter has had its verdict."""
-        loading = any(worker.state is WorkerState.LOADING for worker in self.workers.values())
+        """Whether no worker is under way, and every configured adapter has had its verdict."""
+        under_way = (WorkerState.LOADING, WorkerState.RESTARTING)
+        loading = any(worker.state in under_way for worker in self.workers.values())
         return not loading and self.adapters.registry.settled
 
     @property
-    def busy(self) -> bool:
-        """Whether a request runs."""
-        return any(worker.state is WorkerState.BUSY for worker in self.workers.values())
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._live)
 
     @property
     def num_waiting(self) -> int:
@@ -106,8 +113,8 @@ class StageRuntime:
 
     @property
     def error(self) -> OmniError | None:
-        """Why the stage's first dead worker died."""
-        errors = (worker.error for worker in self.workers.values())
+        """Why the first worker that takes no work can't, or why it is being replaced."""
+        errors = (worker.last_error for worker in self.workers.values())
         return next((error for error in errors if error is not None), None)
 
     def live(self, request_id: str) -> LiveRequest | None:
@@ -121,10 +128,12 @@ class StageRuntime:
             OmniError: why the request is refused.
         """
         if self.state == "down":
-            raise self.unavailable()
+            raise self.unavailable(now)
         live = LiveRequest(request, listener, now)
         self._reception.take_in(live, now)
         self._live[request.request_id] = live
+        if live.deadline is not None:
+            self._deadlines.add(request.request_id, live.deadline)
         self.counters["received"] += 1
         listener.on_status(request.request_id, RequestStatus.WAITING)
 
@@ -140,7 +149,7 @@ class StageRuntime:
                 continue
             self._answer(live, live.failed(error), now)
             if self._reception.parking.leave(request_id):
-                del self._live[request_id]
+                self._forget(live)
             elif self._dispatch.scheduler.abort(request_id, now) is RequestStatus.RUNNING:
                 worker_id = self._dispatch.worker_of(request_id)
                 running.setdefault(worker_id, []).append(request_id)
@@ -149,25 +158,29 @@ class StageRuntime:
         for worker_id, ids in running.items():
             self._send(worker_id, {"type": plans.ABORT, "request_ids": ids})
 
-    def abort_all(self, now: float, reason: OmniError, *, waiting_only: bool = False) -> None:
-        """End every request, or every one that has not started."""
-        ids = [i for i, live in self._live.items() if not waiting_only or live.started is None]
-        self.abort(ids, now, reason)
+    def abort_all(self, now: float, reason: OmniError) -> None:
+        """End every request."""
+        self.abort(list(self._live), now, reason)
 
     def on_worker_message(self, worker_id: str, message: dict[str, Any], now: float) -> None:
         """Act on a message from one of this stage's workers; a dead one's last words are late."""
         worker = self.workers[worker_id]
-        if worker.state is WorkerState.DEAD:
+        if not worker.has_process:
             return
         worker.last_seen = now
         match message["type"]:
             case plans.READY:
                 self._on_ready(worker, message, now)
+            case plans.HEARTBEAT:
+                worker.heartbeat = Heartbeat.from_wire(message)
             case plans.OUTPUTS:
                 outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
+                worker.note_outputs(outputs)
                 self._dispatch.on_outputs(worker, outputs, now)
             case plans.STEP_STATES:
-                self._dispatch.on_report(worker, StepReport.from_wire(message), now)
+                report = StepReport.from_wire(message)
+                worker.note_outputs(report.outputs)
+                self._dispatch.on_report(worker, report, now)
             case adapters.ADAPTER_CHECKED:
                 self.adapters.on_checked(worker_id, message, now)
             case adapters.ADAPTERS_HELD:
@@ -184,6 +197,7 @@ class StageRuntime:
 
     def dispatch(self, now: float) -> None:
         """Give workers what the scheduler decides, adapter files to check and to load ahead."""
+        self._end_overdue(now)
         self.adapters.give_checks()
         self._dispatch.dispatch(now)
         running_on = self._dispatch.running_on
@@ -193,7 +207,11 @@ class StageRuntime:
 
     def next_deadline(self, now: float) -> float | None:
         """When ``dispatch`` may decide differently through time alone."""
-        deadlines = (self._dispatch.next_deadline(now), self.adapters.next_deadline())
+        deadlines = (
+            self._dispatch.next_deadline(now),
+            self.adapters.next_deadline(),
+            self._deadlines.next(),
+        )
         return min((at for at in deadlines if at is not None), default=None)
 
     def describe_workers(self, now: float) -> list[dict[str, Any]]:
@@ -204,13 +222,14 @@ class StageRuntime:
         ]
 
     def check_workers(self, now: float) -> None:
-        """Notice workers that ended, or take too long to load."""
+        """Notice workers that ended, are stuck, or are to be started again."""
         for worker in self.workers.values():
-            if worker.state is WorkerState.DEAD:
-                continue
-            worker.check_startup(self.stage.engine_args.worker_startup_timeout_s, now)
-            if worker.exit_code is not None:
-                self._on_death(worker, now)
+            if worker.has_process:
+                worker.watch(now)
+                if worker.exit_code is not None:
+                    self._on_death(worker, now)
+            elif worker.next_start is not None and now >= worker.next_start:
+                worker.restart(now)
 
     def _admit(self, live: LiveRequest, admitted: AdmittedRequest, now: float) -> None:
         live.admitted = admitted
@@ -230,12 +249,11 @@ class StageRuntime:
     def _refuse(self, live: LiveRequest, error: OmniError, now: float) -> None:
         """End a parked request."""
         self._answer(live, live.failed(error), now)
-        del self._live[live.request_id]
+        self._forget(live)
 
     def _on_ready(self, worker: WorkerHandle, message: dict[str, Any], now: float) -> None:
-        worker.ready_message = message
         if self._reception.is_open:
-            worker.state = WorkerState.IDLE
+            worker.note_ready(message)
             self.adapters.welcome(worker, now)
             return
         capabilities = PipelineCapabilities.from_wire(message["capabilities"])
@@ -247,7 +265,7 @@ class StageRuntime:
             worker.error = error  # it counts as loading until it is gone, and the stage is down
             worker.kill()
             return
-        worker.state = WorkerState.IDLE
+        worker.note_ready(message)
         self.capabilities = capabilities
         self._dispatch = make_dispatch(self.stage.engine_args, capabilities, self._floor)
         warn_of_capacity(self.name, self.stage.engine_args, capabilities)
@@ -264,8 +282,9 @@ class StageRuntime:
             self._answer(live, output, now)
 
     def _forget(self, live: LiveRequest) -> None:
-        """Drop an admitted request that has ended."""
+        """Drop a request that has ended."""
         del self._live[live.request_id]
+        self._deadlines.discard(live.request_id)
         if live.admitted is not None:
             self.adapters.note_ended(live.admitted.activation)
 
@@ -277,21 +296,51 @@ class StageRuntime:
         self.counters[kind] += 1
         live.listener.on_output(output)
 
+    def _end_overdue(self, now: float) -> None:
+        for request_id in self._deadlines.take_due(now):
+            timeout_s = self._live[request_id].request.timeout_s
+            error = RequestTimeoutError(
+                f"the request did not end within {timeout_s:g} s",
+                field="timeout_s",
+                value=timeout_s,
+            )
+            self.abort([request_id], now, error)
+
     def _on_death(self, worker: WorkerHandle, now: float) -> None:
-        error = worker.end(now)
-        logger.error("%s", error)
-        for request_id in self._dispatch.lose(worker, now):
-            self._finish(self._live[request_id].failed(error), now)
+        death = worker.bury(now)
+        logger.error("%s", death.error)
+        again = [i for i in self._dispatch.lose(worker, now) if self._survives(i, death, now)]
+        self._dispatch.run_again(again, now)
+        for request_id in again:
+            self._live[request_id].start_over(death)
+        worker.plan_restart(now)
         self.adapters.lose(worker, now)
         if self.state == "down":
-            self.abort_all(now, self.unavailable())
-            self.adapters.refuse_checks(self.unavailable(), now)
+            self.abort_all(now, self.unavailable(now))
+            self.adapters.refuse_checks(self.unavailable(now), now)
 
-    def unavailable(self) -> StageUnavailableError:
+    def _survives(self, request_id: str, death: Death, now: float) -> bool:
+        """Whether a dead worker's request is run again; one that isn't has ended."""
+        live = self._live[request_id]
+        first = live.first_death
+        if first is None and not live.answered:
+            return True
+        if first is not None:
+            first.explained = death.explained = True
+        error = WorkerDiedRepeatedlyError(
+            f"two workers died while they ran the request; the last one: {death.error.message}",
+            hint="Others were run again, so it may be what kills them: see `omni-engine status`.",
+        )
+        self._finish(live.failed(error), now)
+        return False
+
+    def unavailable(self, now: float) -> StageUnavailableError:
         """Return the error for requests that come when no worker is left."""
+        starts = [w.next_start for w in self.workers.values() if w.next_start is not None]
         return StageUnavailableError(
             f"no worker of model {self.name!r} is alive: {self.error}",
             field="model",
             value=self.name,
             hint="See `omni-engine status` and the engine's log.",
+            retry_after_ms=max(0.0, min(starts) - now) * 1000 if starts else None,
         )

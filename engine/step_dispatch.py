@@ -88,8 +88,18 @@ class StepDispatch:
         raise ValueError(f"worker {worker.worker_id} ended a batch in step mode")
 
     def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
-        """Act on a tick: progress, the outputs of requests that ended, the plan's end."""
+        """Act on a tick: progress, the outputs of requests that ended, the plan's end.
+
+        Raises:
+            ValueError: if it tells of a plan or a request that the worker was not given; nothing
+                has changed then.
+        """
         steps, plan_id = self._steps[worker.worker_id], report.plan_id
+        running = set(self.running_on(worker.worker_id))
+        ended = [output.request_id for output in report.outputs]
+        stray_plan = (report.ticks or report.plan_done) and plan_id not in steps.groups
+        if stray_plan or len(running & set(ended)) != len(ended):
+            raise ValueError(f"worker {worker.worker_id} reports what it was not given")
         if report.ticks:
             members = self.scheduler.residents(worker.worker_id).get(steps.groups[plan_id], ())
             steps.ticks += report.ticks
@@ -108,9 +118,13 @@ class StepDispatch:
         worker.set_busy(bool(steps.groups) or any(residents), now)
 
     def lose(self, worker: WorkerHandle, now: float) -> list[str]:
-        """Forget a dead worker; return the requests it ran."""
+        """Forget a dead worker; return the requests it ran, the oldest first."""
         self._steps[worker.worker_id].groups.clear()
         return self.scheduler.forget_worker(worker.worker_id)
+
+    def run_again(self, request_ids: list[str], now: float) -> None:
+        """Let requests of a dead worker wait at their old places, to run alone."""
+        self.scheduler.requeue(request_ids, now, alone=True)
 
     def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
         """Return a worker's resident groups and what its ticks came to, for status."""

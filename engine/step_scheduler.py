@@ -18,7 +18,7 @@ from omni_engine.engine.policies import Pick
 from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
-from omni_engine.engine.scheduler_base import SchedulerBase, batch_weights
+from omni_engine.engine.scheduler_base import SchedulerBase, Suspect, batch_weights
 from omni_engine.engine.waiting_queue import GroupId
 
 __all__ = ["StepAssignment", "StepScheduler"]
@@ -55,22 +55,27 @@ class StepScheduler(SchedulerBase):
         # Waiting groups that can't join: none of their kind is resident, or takes anybody in.
         self._homeless: set[GroupId] = set()
         self._drain: _Drain | None = None
+        # Suspects wait here, by seq, while another one may be on a worker.
+        self._held_suspects: dict[int, QueuedRequest] = {}
+        self._free_suspect: QueuedRequest | None = None
         self._plan_ids = count()
 
     @property
     def num_waiting(self) -> int:
         """How many requests wait."""
-        return len(self._queue) + len(self._unsent)
+        return len(self._queue) + len(self._unsent) + len(self._held_suspects)
 
     def waiting_ids(self) -> list[str]:
         """Return the waiting requests' ids in arrival order; costs a sort of all of them."""
-        waiting = sorted([*self._queue, *self._unsent.values()], key=lambda request: request.seq)
-        return [request.request_id for request in waiting]
+        waiting = [*self._queue, *self._unsent.values(), *self._held_suspects.values()]
+        return [one.request_id for one in sorted(waiting, key=lambda request: request.seq)]
 
     def waiting_by_key(self) -> dict[GroupId, int]:
         """Return how many requests wait, per (key, adapter) that has any."""
-        unsent = Counter((request.key, request.adapter) for request in self._unsent.values())
-        return dict(Counter(super().waiting_by_key()) + unsent)
+        others = [*self._unsent.values(), *self._held_suspects.values()]
+        return dict(
+            Counter(super().waiting_by_key()) + Counter((one.key, one.adapter) for one in others)
+        )
 
     def upcoming(self, count: int) -> list[tuple[str, ...]]:
         """Return what to load: of requests that have a place, then of those that get one next."""
@@ -108,6 +113,7 @@ class StepScheduler(SchedulerBase):
             The plans to send, each worker's in order; their new requests are RUNNING from here on.
         """
         self._policy.advance(now)
+        self._free_next_suspect()
         self._see_workers(slots)
         self._settle_homeless()
         self._update_drain()
@@ -174,7 +180,28 @@ class StepScheduler(SchedulerBase):
         """Forget all waiting requests and return their ids in arrival order."""
         for worker in self._table.workers.values():
             self._recall_unsent(worker)
+        self._queue.put_back(self._held_suspects.values())
+        self._held_suspects.clear()
         return super().drain_waiting()
+
+    def _put_back(self, requests: list[QueuedRequest]) -> None:
+        suspects = [one for one in requests if isinstance(one.key, Suspect)]
+        if self._free_suspect in suspects:
+            self._free_suspect = None
+        self._held_suspects |= {one.seq: one for one in suspects}
+        self._queue.put_back([one for one in requests if not isinstance(one.key, Suspect)])
+
+    def _free_next_suspect(self) -> None:
+        """Let the oldest suspect have its turn once none is left among the others.
+
+        Two on one worker could not be told apart if it died.
+        """
+        free = self._free_suspect
+        if free is not None and self._live.get(free.request_id) is not free:
+            self._free_suspect = None
+        if self._held_suspects and self._free_suspect is None:
+            self._free_suspect = self._held_suspects.pop(min(self._held_suspects))
+            self._queue.put_back([self._free_suspect])
 
     # Admission
 
@@ -287,6 +314,8 @@ class StepScheduler(SchedulerBase):
             self._on_change(group)
 
     def _withdraw(self, request: QueuedRequest) -> None:
+        if self._held_suspects.pop(request.seq, None) is not None:
+            return
         if self._unsent.pop(request.request_id, None) is None:
             super()._withdraw(request)
         else:

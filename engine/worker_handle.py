@@ -1,27 +1,28 @@
-"""One worker process as the engine sees it: started, watched, sent plans, stopped."""
+"""One worker as the engine sees it: its process started, watched, sent plans, replaced, stopped."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import os
-import subprocess
-import sys
+import signal
 from collections.abc import Hashable, Iterable
 from typing import Any
 
 from omni_engine.engine.devices import WorkerDevice
+from omni_engine.engine.restarts import Death, RestartPolicy
 from omni_engine.engine.scheduler import WorkerSlot
-from omni_engine.protocol import pipes
+from omni_engine.engine.worker_process import WorkerProcess
 from omni_engine.protocol.adapters import AdapterActivation, AdaptersHeld
 from omni_engine.protocol.errors import ModelLoadError, OmniError, WorkerLostError
-from omni_engine.protocol.plans import WorkerSpec
+from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.plans import Heartbeat, WorkerSpec
+from omni_engine.stages.config import EngineArgs
 
-WORKER_MODULE = "omni_engine.worker.process"
+_ABORT_GRACE_S = 2.0
+"""How long a stalled worker may take to write its Python stack and end, before it is killed."""
 
-_PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Idle compute threads sleep instead of spinning: spinning ones slow a shared machine many-fold."""
+_DEATHS_SHOWN = 5
+_TAIL_SHOWN = 20
 
 
 class WorkerState(enum.Enum):
@@ -30,31 +31,66 @@ class WorkerState(enum.Enum):
     LOADING = "loading"
     IDLE = "idle"
     BUSY = "busy"
+    RESTARTING = "restarting"
     DEAD = "dead"
 
 
 class WorkerHandle:
-    """A worker process.
+    """A worker: one process at a time, started again when it dies.
 
     Args:
-        spec: what the worker is told at its start.
+        spec: what a process is told at its start.
         device: the device and the environment that makes only it visible.
+        arguments: the stage's settings, for the limits of a worker's life.
         now: seconds, monotonic.
+
+    Attributes:
+        error: why its process died or is about to end; None while it does well.
+        next_start: when it is started again: seconds, monotonic; None if it runs or never will be.
+        was_ready: whether any of its processes was.
     """
 
-    def __init__(self, spec: WorkerSpec, device: WorkerDevice, now: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, device: WorkerDevice, arguments: EngineArgs, now: float
+    ) -> None:
         self.worker_id = spec.worker_id
         self.device = device
+        self._spec, self._arguments = spec, arguments
+        self._policy = RestartPolicy(
+            arguments.worker_restart_backoff_s,
+            arguments.max_worker_deaths,
+            arguments.worker_death_window_s,
+        )
+        self.next_start: float | None = None
+        self.was_ready = False
+        self.batches = self.requests = self.adapters_needed = self.completed = self.restarts = 0
+        self._busy_s = 0.0
+        self._run(now)
+
+    def _run(self, now: float) -> None:
+        """Start a process."""
         self.state = WorkerState.LOADING
         self.error: OmniError | None = None
         self.ready_message: dict[str, Any] = {}
-        self.started_at = self.last_seen = now
-        self.batches = self.requests = self.adapters_needed = 0
-        self._busy_s = 0.0
-        self._busy_since = now
+        self.started_at = self.last_seen = self._busy_since = now
+        self.heartbeat = Heartbeat(0.0)
         self.held: AdaptersHeld | None = None
         self._active: Hashable | None = None
-        self._process = self._spawn(spec)
+        self._completed_before = self.completed
+        self._kill_at: float | None = None
+        self._process = WorkerProcess(self._spec, self.device)
+
+    def restart(self, now: float) -> None:
+        """Start another process in a dead one's place."""
+        self.restarts += 1
+        self.next_start = None
+        self._spec = dataclasses.replace(self._spec, incarnation=self._spec.incarnation + 1)
+        self._run(now)
+
+    @property
+    def identity(self) -> str:
+        """The present process's name on the engine's socket."""
+        return self._spec.identity
 
     @property
     def pid(self) -> int:
@@ -63,16 +99,13 @@ class WorkerHandle:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code (negative: the signal's number), or None while it runs."""
-        return self._process.poll()
+        """The exit code (negative: the signal's number), or None while the process runs."""
+        return self._process.exit_code
 
     @property
-    def ending(self) -> str:
-        """How the process ended, in words."""
-        code = self.exit_code
-        if code is not None and code < 0:
-            return f"killed by signal {-code}"
-        return f"exit code {code}"
+    def has_process(self) -> bool:
+        """Whether a process is there that has not been taken note of as dead."""
+        return self.state not in (WorkerState.RESTARTING, WorkerState.DEAD)
 
     @property
     def is_ready(self) -> bool:
@@ -80,10 +113,23 @@ class WorkerHandle:
         return self.state in (WorkerState.IDLE, WorkerState.BUSY) and self.error is None
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether it died, and another process is or will soon be under way."""
+        reloading = self.state is WorkerState.LOADING and self.restarts > 0
+        return reloading or self.state is WorkerState.RESTARTING
+
+    @property
     def slot(self) -> WorkerSlot:
         """The worker as the scheduler sees it."""
         on_device = frozenset() if self.held is None else frozenset(self.held.device)
         return WorkerSlot(self.worker_id, self._active, on_device)
+
+    @property
+    def last_error(self) -> OmniError | None:
+        """Why it can't take work, or why its last process died while the next one loads."""
+        if self.error is None and self.is_recovering:
+            return self._policy.deaths[-1].error
+        return self.error
 
     def busy_s(self, now: float) -> float:
         """Return the seconds for which it had work, up to now."""
@@ -114,44 +160,123 @@ class WorkerHandle:
             self.requests += 1
             self.adapters_needed += 0 if activation is None else len(activation.adapters)
 
-    def check_startup(self, limit_s: float, now: float) -> None:
-        """End the process if it takes longer to load than ``limit_s`` seconds."""
-        if self.state is WorkerState.LOADING and now - self.started_at > limit_s:
-            self.error = ModelLoadError(
-                f"worker {self.worker_id} was not ready after {limit_s:g} s",
-                field="worker_startup_timeout_s",
-                value=limit_s,
-                hint="Raise the limit if the model is large or must be downloaded.",
-            )
-            self.kill()
-            self.wait(5)
+    def note_outputs(self, outputs: Iterable[DiffusionOutput]) -> None:
+        """Count what it completed."""
+        self.completed += sum(output.error is None for output in outputs)
 
-    def end(self, now: float) -> OmniError:
-        """Note that the process is gone; returns why."""
+    def note_ready(self, message: dict[str, Any]) -> None:
+        """Note that its process has loaded the model."""
+        self.ready_message = message
+        self.state, self.was_ready = WorkerState.IDLE, True
+
+    def watch(self, now: float) -> None:
+        """End a process that loads for too long, is silent for too long, or has stalled.
+
+        Args:
+            now: seconds, monotonic; what the process sent until then has been read.
+        """
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self.kill()
+            return
+        limits, silent_s = self._arguments, now - self.last_seen
+        if self.state is WorkerState.LOADING:
+            if now - self.started_at > limits.worker_startup_timeout_s:
+                self._give_up(
+                    ModelLoadError(
+                        f"worker {self.worker_id} was not ready after "
+                        f"{limits.worker_startup_timeout_s:g} s",
+                        field="worker_startup_timeout_s",
+                        value=limits.worker_startup_timeout_s,
+                        hint="Raise the limit if the model is large or must be downloaded.",
+                    ),
+                    now,
+                )
+        elif silent_s > limits.worker_heartbeat_timeout_s:
+            self._give_up(
+                WorkerLostError(
+                    f"worker {self.worker_id} gave no sign of life for {silent_s:.1f} s",
+                    field="worker_heartbeat_timeout_s",
+                    value=limits.worker_heartbeat_timeout_s,
+                ),
+                now,
+            )
+        elif (stalled_s := self._stalled_s) > limits.worker_stall_timeout_s:
+            self._give_up(
+                WorkerLostError(
+                    f"worker {self.worker_id} made no progress for {stalled_s:.1f} s",
+                    field="worker_stall_timeout_s",
+                    value=limits.worker_stall_timeout_s,
+                    hint="Raise the limit if single forwards take that long.",
+                ),
+                now,
+            )
+
+    @property
+    def _stalled_s(self) -> float:
+        return max(self.heartbeat.working_ms, self.heartbeat.loading_ms) / 1000
+
+    def _give_up(self, error: OmniError, now: float) -> None:
+        """Let the process write where it is stuck, and end."""
+        self.error = error
+        self._kill_at = now + _ABORT_GRACE_S
+        self._process.send_signal(signal.SIGABRT)
+
+    def bury(self, now: float) -> Death:
+        """Note that the process is gone; returns how and why."""
         self._busy_s = self.busy_s(now)
         self.state, self.held = WorkerState.DEAD, None
-        self.close()
+        self._process.close()
         self.error = self.error or WorkerLostError(
-            f"worker {self.worker_id} died: {self.ending}",
-            hint="Its log on the engine's standard error tells more.",
+            f"worker {self.worker_id} died: {self._process.ending}",
+            hint="Its last words are in `omni-engine status`.",
         )
-        return self.error
+        death = Death(now, self.error, self._process.tail, self.completed > self._completed_before)
+        self._policy.note(death)
+        return death
+
+    def plan_restart(self, now: float) -> None:
+        """Settle when a dead worker is started again, once it is known what its death is due to.
+
+        One that could not load at its very first start, and said why, is left dead for good.
+        """
+        if not self.was_ready and not isinstance(self.error, WorkerLostError):
+            return
+        self.next_start, left_dead = self._policy.next_start(now)
+        self.state = WorkerState.DEAD if left_dead else WorkerState.RESTARTING
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the worker's state for status."""
+        next_start = self.next_start
         return {
             "worker_id": self.worker_id,
             "device": self.device.name,
-            "pid": self.pid,
+            "pid": self.pid if self.has_process else None,
             "state": self.state.value,
-            "error": None if self.error is None else self.error.to_wire(),
+            "error": None if self.last_error is None else self.last_error.to_wire(),
             "load_ms": self.ready_message.get("load_ms"),
             "parameter_bytes": self.ready_message.get("parameter_bytes"),
             "since_seen_ms": (now - self.last_seen) * 1000,
+            "working_ms": self.heartbeat.working_ms,
+            "memory_caps": dict(self.heartbeat.memory_caps),
+            "restarts": self.restarts,
+            "next_start_s": None if next_start is None else max(0.0, next_start - now),
+            "deaths": [self._describe_death(death, now) for death in self._last_deaths],
             "batches": self.batches,
             "requests": self.requests,
             "busy_s": self.busy_s(now),
             "adapters": None if self.held is None else self._describe_held(self.held),
+        }
+
+    @property
+    def _last_deaths(self) -> list[Death]:
+        return list(self._policy.deaths)[-_DEATHS_SHOWN:]
+
+    def _describe_death(self, death: Death, now: float) -> dict[str, Any]:
+        return {
+            "ago_s": now - death.at,
+            "error": death.error.to_wire(),
+            "stderr_tail": death.stderr_tail[-_TAIL_SHOWN:],
         }
 
     def _describe_held(self, held: AdaptersHeld) -> dict[str, Any]:
@@ -164,42 +289,16 @@ class WorkerHandle:
 
     def terminate(self) -> None:
         """Ask the operating system to end the process."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process for sure."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process to end; False if it still runs."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._process.wait(timeout_s)
 
     def close(self) -> None:
-        """Release the pipe to an ended process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def _spawn(self, spec: WorkerSpec) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **self.device.environment}
-        if spec.threads is not None:
-            environment |= {
-                name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-            }
-        for name, value in _PASSIVE_WAIT.items():
-            environment.setdefault(name, value)
-        process = subprocess.Popen(
-            [sys.executable, "-m", WORKER_MODULE],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            env=environment,
-            bufsize=0,
-            process_group=0,  # Ctrl-C is for the engine; the pipe's end tells the worker
-        )
-        assert process.stdin is not None  # PIPE was asked for
-        with contextlib.suppress(BrokenPipeError):  # it died already; its exit code tells
-            pipes.write_message(process.stdin.fileno(), spec.to_wire())
-        return process
+        """Release the pipes to an ended process."""
+        self._process.close()

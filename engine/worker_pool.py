@@ -52,14 +52,14 @@ def _start_worker(stage: StageRuntime, name: str, endpoint: str, on_cpu: int) ->
         device=device.torch_name,
         threads=threads,
     )
-    return WorkerHandle(spec, device, time.monotonic())
+    return WorkerHandle(spec, device, arguments, time.monotonic())
 
 
 def stop_workers(
     workers: Iterable[WorkerHandle], send: Callable[[str, dict[str, Any]], None]
 ) -> None:
     """End all workers and wait until they are gone: idle ones by message, others by signal."""
-    alive = [worker for worker in workers if worker.exit_code is None]
+    alive = [worker for worker in workers if worker.has_process and worker.exit_code is None]
     for worker in alive:
         if worker.state is WorkerState.IDLE:
             send(worker.worker_id, {"type": plans.STOP})

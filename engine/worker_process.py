@@ -98,7 +98,8 @@ class WorkerProcess:
             while line := source.readline(_MAX_LINE_BYTES):
                 text = line.decode("utf-8", "replace").rstrip()
                 if text:
-                    self._tail.append("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+                    shown = (c if c.isprintable() else repr(c)[1:-1] for c in text)
+                    self._tail.append("".join(shown))
                 with contextlib.suppress(OSError):  # nobody reads it; the worker must go on
                     os.write(2, line)
 
