@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from omni_engine.cli import health
 from omni_engine.cli.connecting import AUTO, connected
 from omni_engine.cli.display import console, print_json
 from omni_engine.cli.options import AsJson, Connect
@@ -36,6 +37,10 @@ _STATUS_EPILOG = """
   omni-engine status
   omni-engine status --connect tcp://127.0.0.1:5570
   omni-engine status --json
+  omni-engine status --check
+
+With --check nothing but the health is printed, within five seconds; exit code 0 if the
+engine is healthy, 1 if it is not, is still starting, is stopping, or does not answer.
 """
 
 _MODELS_HELP = "List the models that a running engine serves, their state and their adapters."
@@ -52,8 +57,17 @@ def register(app: typer.Typer) -> None:
     app.command("models", help=_MODELS_HELP, epilog=_MODELS_EPILOG)(models)
 
 
-def status(connect: Connect = AUTO, as_json: AsJson = False) -> None:
+def status(
+    connect: Connect = AUTO,
+    as_json: AsJson = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", metavar="", help="Tell by the exit code whether it is healthy."),
+    ] = False,
+) -> None:
     """Print a running engine's state."""
+    if check:
+        health.check(connect, as_json=as_json)
     with connected(connect) as client:
         found = client.status()
     if as_json:
@@ -68,6 +82,8 @@ def print_status(found: Mapping[str, Any], output: Console) -> None:
     for stage in found["stages"]:
         output.print(_stage(stage))
         print_rows(output, *_workers(stage))
+        for title, rows in health.tables(stage):
+            output.print(pairs(title, rows))
         print_rows(output, *_groups(stage))
         print_rows(output, *_adapters(stage), brief=_ADAPTERS_BRIEF)
         print_rows(output, *_adapters_held(stage))
@@ -102,6 +118,7 @@ def _engine(found: Mapping[str, Any]) -> Any:
         "clients": found["clients"],
         "refused": f"{found['rejected']} messages and requests",
         "state": "stopping" if found["stopping"] else "running",
+        **health.rows(found.get("health")),
     }
     return pairs("engine", rows)
 
@@ -169,14 +186,15 @@ def _workers(stage: Mapping[str, Any]) -> _Rows:
     stepped = stage["step_execution"]
     columns = ("worker", "device", "state", "process",
                *(_STEP_COLUMNS if stepped else ("batches",)),
-               "requests", "busy", "loaded in", "weights", "error")  # fmt: skip
+               "requests", "busy", "restarts", "loaded in", "weights", "error")  # fmt: skip
     rows = []
     for worker in stage["workers"]:
         load_ms, weights = worker["load_ms"], worker["parameter_bytes"]
         row = (
-            worker["worker_id"], worker["device"], worker["state"], worker["pid"],
+            worker["worker_id"], worker["device"], health.state_of(worker),
+            worker["pid"] or NOTHING,
             *(_steps(worker) if stepped else (worker["batches"],)),
-            worker["requests"], duration(worker["busy_s"]),
+            worker["requests"], duration(worker["busy_s"]), worker.get("restarts", 0),
             "-" if load_ms is None else duration(load_ms / 1000),
             "-" if weights is None else megabytes(weights),
             _message(worker),

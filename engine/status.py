@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_engine.engine.health import stage_health
 from omni_engine.engine.stage_runtime import StageRuntime
 
 
 def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
     """Return a stage's state for status."""
     arguments, capabilities = stage.stage.engine_args, stage.capabilities
+    workers = stage.describe_workers(now)
     return {
         "stage_id": stage.stage.stage_id,
         "name": stage.name,
         "model": arguments.model,
         "state": stage.state,
         "error": None if stage.error is None else stage.error.to_wire(),
+        "health": stage_health(stage.name, stage.state, workers, arguments),
         "pipeline": None if capabilities is None else capabilities.pipeline,
         "batching": None if capabilities is None else capabilities.batching_note,
         "max_num_seqs": arguments.max_num_seqs,
@@ -38,5 +41,5 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "effective_mixed_adapters": None if capabilities is None else stage.adapters.room.mixed,
         "adapters_note": None if capabilities is None else capabilities.adapters_note,
         "capabilities": None if capabilities is None else capabilities.to_wire(),
-        "workers": stage.describe_workers(now),
+        "workers": workers,
     }
