@@ -55,15 +55,15 @@ def tables(stage: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     That is how each died last and what it wrote then, and what it learnt when memory ran out.
     """
     workers, name = stage["workers"], stage["name"]
-    if died := {w["worker_id"]: _last_death(w["deaths"][-1]) for w in workers if w.get("deaths")}:
+    if died := {w["worker_id"]: _last_death(w["deaths"][-1]) for w in workers if w["deaths"]}:
         yield f"last deaths of workers of {name}", died
-    if caps := {w["worker_id"]: _caps(w["memory_caps"]) for w in workers if w.get("memory_caps")}:
+    if caps := {w["worker_id"]: _caps(w["memory_caps"]) for w in workers if w["memory_caps"]}:
         yield f"what fits into the memory of workers of {name}", caps
 
 
 def state_of(worker: Mapping[str, Any]) -> str:
     """Return a worker's state, with when it will be started again."""
-    if worker.get("next_start_s") is None:
+    if worker["next_start_s"] is None:
         return str(worker["state"])
     return f"{worker['state']}, again in {duration(worker['next_start_s'])}"
 

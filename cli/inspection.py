@@ -194,7 +194,7 @@ def _workers(stage: Mapping[str, Any]) -> _Rows:
             worker["worker_id"], worker["device"], health.state_of(worker),
             worker["pid"] or NOTHING,
             *(_steps(worker) if stepped else (worker["batches"],)),
-            worker["requests"], duration(worker["busy_s"]), worker.get("restarts", 0),
+            worker["requests"], duration(worker["busy_s"]), worker["restarts"],
             "-" if load_ms is None else duration(load_ms / 1000),
             "-" if weights is None else megabytes(weights),
             _message(worker),

@@ -120,13 +120,13 @@ def _lack(worker: Mapping[str, Any], limits: EngineArgs) -> str | None:
         return None if silent_s <= SILENCE_S else f"{worker_id} is silent for {silent_s:.1f} s"
     if silent_s > limits.worker_heartbeat_timeout_s:
         return f"{worker_id} is silent for {silent_s:.1f} s"
-    working_s = silent_s + worker.get("working_ms", 0.0) / 1000
+    working_s = silent_s + worker["working_ms"] / 1000
     if working_s > limits.worker_stall_timeout_s:
         return f"{worker_id} has made no progress for {working_s:.1f} s"
     return None
 
 
 def _next_start(worker: Mapping[str, Any]) -> str:
-    if worker.get("next_start_s") is None:
+    if worker["next_start_s"] is None:
         return ""
     return f", to be started in {worker['next_start_s']:.1f} s"
