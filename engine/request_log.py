@@ -41,19 +41,18 @@ class RequestLog:
             text = f"request {_word(live.request_id)} accepted: model {_word(self._model)}"
             logger.debug("%s", text, extra=self._fields("request_accepted", live, client))
 
-    def started(self, live: LiveRequest, worker_id: str, now: float, tries: int = 1) -> None:
+    def started(self, live: LiveRequest, worker_id: str, now: float) -> None:
         """Log that a request was sent to a worker.
 
         Args:
-            live: the request.
+            live: the request, noted as started.
             worker_id: where it runs.
             now: seconds, monotonic.
-            tries: how often it was started, this time included.
         """
         if logger.isEnabledFor(logging.DEBUG):
             queue_ms = (now - live.arrival) * 1000
             text = f"request {_word(live.request_id)} started on {worker_id}"
-            fields = {"worker_id": worker_id, "queue_ms": round(queue_ms, 3), "tries": tries}
+            fields = {"worker_id": worker_id, "queue_ms": round(queue_ms, 3), "tries": _tries(live)}
             extra = self._fields("request_started", live, None) | fields
             logger.debug("%s after %.1f ms", text, queue_ms, extra=extra)
 
@@ -63,7 +62,6 @@ class RequestLog:
         output: DiffusionOutput,
         now: float,
         *,
-        tries: int = 1,
         worker_id: str | None = None,
         client: str | None = None,
     ) -> None:
@@ -73,14 +71,13 @@ class RequestLog:
             live: the request.
             output: what it ended with.
             now: seconds, monotonic.
-            tries: how often it was started.
             worker_id: where it ran last; None: what the output says.
             client: who sent it, in printable characters; None if that is not known.
         """
         if not logger.isEnabledFor(logging.INFO):
             return
         fields = self._fields("request_ended", live, client)
-        fields |= _outcome(output) | _times_ms(live, now) | _work(live, output, worker_id, tries)
+        fields |= _outcome(output) | _times_ms(live, now) | _work(live, output, worker_id)
         logger.info("%s", _sentence(fields), extra=fields)
 
     def _fields(self, event: str, live: LiveRequest, client: str | None) -> dict[str, Any]:
@@ -116,18 +113,21 @@ def _times_ms(live: LiveRequest, now: float) -> dict[str, Any]:
     }
 
 
-def _work(
-    live: LiveRequest, output: DiffusionOutput, worker_id: str | None, tries: int
-) -> dict[str, Any]:
+def _work(live: LiveRequest, output: DiffusionOutput, worker_id: str | None) -> dict[str, Any]:
     metrics = output.metrics
     return {
         "steps": metrics.num_steps or live.step_index,
         "mean_batch_size": round(metrics.mean_batch_size, 3),
         "worker_id": worker_id or metrics.worker or None,
-        "tries": 0 if live.started is None else tries,
+        "tries": _tries(live),
         "seed": output.seed,
         "loras": [f"{lora.name}:{lora.scale:g}" for lora in output.applied_loras],
     }
+
+
+def _tries(live: LiveRequest) -> int:
+    """Return how often a request was started."""
+    return (live.first_death is not None) + (live.started is not None)
 
 
 def _sentence(fields: dict[str, Any]) -> str:

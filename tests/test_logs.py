@@ -16,8 +16,14 @@ import pytest
 
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.request_log import RequestLog
+from omni_engine.engine.restarts import Death
 from omni_engine.engine.scheduler import RequestStatus
-from omni_engine.protocol.errors import InvalidRequestError, ModelError, RequestAbortedError
+from omni_engine.protocol.errors import (
+    InvalidRequestError,
+    ModelError,
+    RequestAbortedError,
+    WorkerLostError,
+)
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput, OutputMetrics
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
@@ -128,12 +134,13 @@ def request_records(caplog: pytest.LogCaptureFixture, level: int) -> list[loggin
     log = RequestLog("bundled")
     done = live_request("r 1 completed in", "a secret cat")
     log.accepted(done, client="00ab")
+    done.start_over(Death(100.1, WorkerLostError("it died")))
     done.started = 100.25
-    log.started(done, "stage0-worker1", 100.25, tries=2)
+    log.started(done, "stage0-worker1", 100.25)
     metrics = OutputMetrics(num_steps=8, mean_batch_size=3.5, worker="stage0-worker1")
     loras = [AppliedLoRA("night", "d", 0.8), AppliedLoRA("out line", "e", 1.0)]
     output = DiffusionOutput(done.request_id, seed=7, applied_loras=loras, metrics=metrics)
-    log.ended(done, output, 101.0, tries=2, client="00ab")
+    log.ended(done, output, 101.0, client="00ab")
     failed = live_request("r2", "a secret cat")
     failed.started = 100.5
     failed.advance(3, 8)
