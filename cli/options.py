@@ -276,6 +276,10 @@ class EngineOptions:
     max_outputs_per_prompt: Annotated[
         int | None, _limit("--max-outputs-per-prompt", "Pictures of a request.", "N")
     ] = None
+    max_request_pixels: Annotated[
+        int | None,
+        _limit("--max-request-pixels", "Outputs x height x width x frames of a request.", "N"),
+    ] = None
     max_input_pixels: Annotated[
         int | None,
         _limit("--max-input-pixels", "Width x height of an input picture.", "N"),

@@ -6,7 +6,7 @@ what is in force; they ask no worker. A file that changed is checked again befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from omni_engine.engine.adapter_checks import Check, CheckQueue
 from omni_engine.engine.adapter_contents import ContentsInForce
@@ -70,6 +70,14 @@ class AdapterRegistry:
     def preloaded(self) -> list[RegisteredAdapter]:
         """The adapters with a content in force that workers load before anybody asks."""
         return [entry for entry in self._entries.values() if entry.preload and entry.adapter]
+
+    def __len__(self) -> int:
+        """Return how many names are taken, those included that are being loaded."""
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether a name is taken."""
+        return name in self._entries
 
     def entries(self) -> Iterable[RegisteredAdapter]:
         """Return what all names mean, oldest first."""
@@ -254,6 +262,10 @@ class AdapterRegistry:
         """Return how many places on a device pinned adapters take, another of ``name`` aside."""
         meant = {**self._entries, **self._loading}
         return len({e.digest or n for n, e in meant.items() if e.pin and n != name})
+
+    def num_loading_for(self, client: Hashable) -> int:
+        """Return how many loads that a client asked for are not answered yet."""
+        return sum(entry.asked_by == client for entry in self._loading.values())
 
     # -- inside
 

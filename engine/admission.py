@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.keys import RequestKey, request_key
+from omni_engine.engine.request_limits import beyond_limits, check_given, work_of
 from omni_engine.protocol.adapters import AdapterActivation
 from omni_engine.protocol.errors import (
     ConfigError,
     InvalidRequestError,
-    LimitExceededError,
     nearest,
 )
 from omni_engine.protocol.fields import unknown_field
@@ -59,7 +59,7 @@ class Admission:
         capabilities: what its pipeline can do, as a worker reported it.
 
     Raises:
-        ConfigError: if the stage's default parameters don't suit the pipeline.
+        ConfigError: if the stage's default parameters don't suit the pipeline or are too large.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Admission:
             params = OmniDiffusionSamplingParams.from_mapping(self._stage_defaults)
             self._check_accepted(params)
             self._check_sampler(params)
+            self._check_own_defaults(params)
         except InvalidRequestError as error:
             raise ConfigError(
                 f"default_sampling_params don't suit {capabilities.pipeline}: {error.message}",
@@ -102,14 +103,14 @@ class Admission:
         asked = request.sampling_params
         self._check_accepted(asked)
         self._check_inputs(request)
+        check_given(self._limits, request)
         self._check_previews(request)
         params = self._complete(asked)
-        self._check_limits(request.prompt, params)
+        for error in self._unsuitable_sizes(params):
+            raise error
         self._check_guidance(asked, params)
         self._check_sampler(params)
-        complete = dataclasses.replace(request, sampling_params=params)
-        self._check_capacity(complete.num_outputs, _work(complete))
-        return complete
+        return dataclasses.replace(request, sampling_params=params)
 
     def admit(
         self, request: DiffusionRequest, checked: DiffusionRequest | None = None
@@ -135,7 +136,8 @@ class Admission:
             step_execution=self._arguments.step_execution,
             mixed=self._room.mixed is not None,
         )
-        return AdmittedRequest(complete, key, activation, complete.num_outputs, _work(complete))
+        work = work_of(complete.sampling_params)
+        return AdmittedRequest(complete, key, activation, complete.num_outputs, work)
 
     def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
         defaults = self._capabilities.defaults | self._model_defaults | self._stage_defaults
@@ -231,20 +233,23 @@ class Admission:
                 expected="to be left out",
             )
 
-    def _check_limits(self, prompt: str, params: OmniDiffusionSamplingParams) -> None:
-        limits, multiple = self._limits, self._capabilities.size_multiple
-        for field, value, most, unit in _limited(limits, prompt, params):
-            if value is not None and value > most:
-                raise LimitExceededError(
-                    f"{field} is beyond the engine's limit",
-                    field=field,
-                    value=f"{value}{unit}",
-                    expected=f"at most {most}{unit}",
-                )
+    def _check_own_defaults(self, given: OmniDiffusionSamplingParams) -> None:
+        """Refuse default parameters that no request could be admitted with."""
+        params = given.with_defaults(self._capabilities.defaults | self._model_defaults)
+        for error in self._unsuitable_sizes(params):
+            if self._stage_defaults.keys() & set((error.field or "").split(" x ")):
+                raise error
+
+    def _unsuitable_sizes(
+        self, params: OmniDiffusionSamplingParams
+    ) -> Iterator[InvalidRequestError]:
+        """Yield an error for everything that is too large, or no multiple of what it must be."""
+        yield from beyond_limits(self._limits, self._arguments, params)
+        multiple = self._capabilities.size_multiple
         for field in ("height", "width"):
             if (size := getattr(params, field)) is not None and size % multiple:
                 near = _nearest_multiple(size, multiple)
-                raise InvalidRequestError(
+                yield InvalidRequestError(
                     f"{field} does not suit the model",
                     field=field,
                     value=size,
@@ -274,29 +279,6 @@ class Admission:
                 expected="true_cfg_scale > 1 to be given as well",
             )
 
-    def _check_capacity(self, rows: int, work: int) -> None:
-        arguments = self._arguments
-        if arguments.max_batch_rows is not None and rows > arguments.max_batch_rows:
-            raise LimitExceededError(
-                "the request makes more pictures than a batch may hold",
-                field="num_outputs_per_prompt",
-                value=rows,
-                expected=f"at most {arguments.max_batch_rows} (max_batch_rows)",
-            )
-        if arguments.max_batch_work is not None and work > arguments.max_batch_work:
-            raise LimitExceededError(
-                "the request is larger than a batch may be",
-                value=work,
-                field="num_outputs_per_prompt x height x width x num_frames",
-                expected=f"at most {arguments.max_batch_work} (max_batch_work)",
-            )
-
-
-def _work(request: DiffusionRequest) -> int:
-    params = request.sampling_params
-    pixels = (params.height or 1) * (params.width or 1) * (params.num_frames or 1)
-    return request.num_outputs * pixels
-
 
 def _any_of(names: frozenset[str]) -> str:
     return "one of " + ", ".join(sorted(names)) if names else "none: the model's own is used"
@@ -311,23 +293,6 @@ def _check_sigmas(asked: OmniDiffusionSamplingParams) -> None:
             value=steps,
             expected=f"{len(sigmas)}, the number of sigmas, or left out",
         )
-
-
-def _limited(
-    limits: Limits, prompt: str, params: OmniDiffusionSamplingParams
-) -> Iterator[tuple[str, int | None, int, str]]:
-    """Yield (field, value, largest allowed, unit) for everything the engine bounds."""
-    height, width, characters = params.height, params.width, " characters"
-    yield "prompt", len(prompt), limits.max_prompt_chars, characters
-    negative = len(params.negative_prompt or "")
-    yield "negative_prompt", negative, limits.max_prompt_chars, characters
-    yield "height", height, limits.max_side, ""
-    yield "width", width, limits.max_side, ""
-    yield "height x width", (height or 0) * (width or 0), limits.max_pixels, ""
-    yield "num_frames", params.num_frames, limits.max_frames, ""
-    yield "num_inference_steps", params.num_inference_steps, limits.max_steps, ""
-    outputs = params.num_outputs_per_prompt
-    yield "num_outputs_per_prompt", outputs, limits.max_outputs_per_prompt, ""
 
 
 def _nearest_multiple(size: int, multiple: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class RegisteredAdapter:
         pin: whether workers always keep it on the device.
         preload: whether workers load it before anybody asks.
         confined: whether the file must stay where its path says, reached through no link.
+        asked_by: the client that asked for its load; None for those of the configuration.
         adapter: the content in force; None before the first good verdict.
         report: what that content holds.
         error: why the name can't be used, or why the file's new content can't.
@@ -72,6 +73,7 @@ class RegisteredAdapter:
     pin: bool = False
     preload: bool = False
     confined: bool = False
+    asked_by: Hashable | None = None
     adapter: Adapter | None = None
     report: AdapterReport | None = None
     error: OmniError | None = None

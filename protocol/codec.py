@@ -8,7 +8,7 @@ nor on the way in (arrays are views of the received frame). Never pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -20,6 +20,8 @@ from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS, TensorData
 EXT_BUFFER = 1
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_FRAMES = 4096
+MAX_CONTAINERS = 2**16
+"""Maps and lists of a header: an empty one is a byte to send, but 64 bytes and more to keep."""
 
 Frame = bytes | bytearray | memoryview
 
@@ -78,13 +80,15 @@ def decode(
         _check_sizes(views, max_message_bytes)
     unread = dict(enumerate(views[1:]))
 
+    counting = {} if trusted else counted_containers()
+
     def resolve(code: int, data: bytes) -> Any:
         if code != EXT_BUFFER:
             raise MalformedMessageError(f"unknown msgpack extension type {code}")
-        return _array(msgpack.unpackb(data), unread)
+        return _array(msgpack.unpackb(data, **counting), unread)
 
     try:
-        message = msgpack.unpackb(views[0], ext_hook=resolve, strict_map_key=True)
+        message = msgpack.unpackb(views[0], ext_hook=resolve, strict_map_key=True, **counting)
     except UnicodeDecodeError as error:
         raise MalformedMessageError(
             "the header holds text that is not UTF-8",
@@ -113,6 +117,27 @@ def decode(
             value=sorted(unread),
         )
     return message
+
+
+def counted_containers() -> dict[str, Callable[[Any], Any]]:
+    """Return options for ``msgpack.unpackb`` that end it at the first map or list too many.
+
+    They raise ``MessageTooLargeError``.
+    """
+    left = MAX_CONTAINERS
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MessageTooLargeError(
+                "the header holds too many maps and lists",
+                field="header",
+                expected=f"at most {MAX_CONTAINERS}; arrays travel as frames of their own",
+            )
+        return container
+
+    return {"object_hook": count, "list_hook": count}
 
 
 def message_bytes(frames: Sequence[Any]) -> int:
@@ -181,7 +206,7 @@ def _array(reference: Any, unread: dict[int, memoryview]) -> Any:
         )
     if dtype == "bfloat16":
         return TensorData(dtype, tuple(shape), view)
-    if dtype == "bool" and np.any(np.frombuffer(view, np.uint8) > 1):
+    if dtype == "bool" and np.frombuffer(view, np.uint8).max(initial=0) > 1:
         raise MalformedMessageError(
             "a boolean array holds other bytes than 0 and 1", field=f"frames[{index + 1}]"
         )

@@ -251,7 +251,7 @@ def _checked_pictures(where: str, value: object) -> Any:
 
 
 def _checked_picture(where: str, value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, TensorData):
+    if isinstance(value, TensorData) and value.dtype == "uint8":
         value = value.to_numpy()
     if (
         isinstance(value, np.ndarray)

@@ -143,6 +143,7 @@ class Limits(_Model):
     max_frames: Count = 1024
     max_steps: Count = 1000
     max_outputs_per_prompt: Count = 64
+    max_request_pixels: Count = 2**31
     max_input_pixels: Count = 4096 * 4096
     max_adapters: Count = 10_000
     max_pending_loads: Count = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -127,6 +128,7 @@ def relations(data: Any) -> Iterator[Finding]:
         if names[(*at, "name")] is None and isinstance(dig(args, "model"), str):
             names[(*at, "engine_args", "model")] = schema.model_name(args["model"])
         yield from _adapter_findings(args, (*at, "engine_args"))
+        yield from _adapter_count_findings(data, args, (*at, "engine_args"))
         yield from _adapter_room_findings(args, (*at, "engine_args"))
         yield from _useless_adapter_findings(args, (*at, "engine_args"))
         yield from _default_findings(data, args, (*at, "engine_args", "default_sampling_params"))
@@ -165,6 +167,13 @@ def _adapter_findings(args: Any, at: Loc) -> Iterator[Finding]:
         close = nearest(default, known)
         hint = f"did you mean {close}?" if close else "register it in lora_modules"
         yield Finding((*at, "default_lora", "name"), f"no adapter {default!r} is registered", hint)
+
+
+def _adapter_count_findings(data: Any, args: Any, at: Loc) -> Iterator[Finding]:
+    modules, most = dig(args, "lora_modules"), _limit(data, "max_adapters")
+    if isinstance(modules, list) and len(modules) > most:
+        message = f"{len(modules)} adapters are more than limits.max_adapters allows ({most})"
+        yield Finding((*at, "lora_modules"), message)
 
 
 def _adapter_room_findings(args: Any, at: Loc) -> Iterator[Finding]:
@@ -233,6 +242,31 @@ def _default_findings(data: Any, args: Any, at: Loc) -> Iterator[Finding]:
     if isinstance(height, int) and isinstance(width, int) and height * width > most:
         message = f"{height} x {width} pixels are more than limits.max_pixels allows ({most})"
         yield Finding(at, message)
+    negative, most = dig(defaults, "negative_prompt"), _limit(data, "max_prompt_chars")
+    if isinstance(negative, str) and len(negative) > most:
+        message = (
+            f"{len(negative)} characters are more than limits.max_prompt_chars allows ({most})"
+        )
+        yield Finding((*at, "negative_prompt"), message)
+    yield from _default_sum_findings(data, args, at)
+
+
+def _default_sum_findings(data: Any, args: Any, at: Loc) -> Iterator[Finding]:
+    """Yield which bound of a whole request the default parameters pass together."""
+    defaults = dig(args, at[-1])
+    rows = dig(defaults, "num_outputs_per_prompt")
+    most = dig(args, "max_batch_rows")
+    if isinstance(rows, int) and isinstance(most, int) and rows > most:
+        message = f"{rows} is more than max_batch_rows allows ({most})"
+        yield Finding((*at, "num_outputs_per_prompt"), message)
+    given = [dig(defaults, name) for name in ("height", "width", "num_frames")]
+    pixels = math.prod(value for value in (rows, *given) if isinstance(value, int))
+    bounds = {"limits.max_request_pixels": _limit(data, "max_request_pixels")}
+    if isinstance(work := dig(args, "max_batch_work"), int):
+        bounds["max_batch_work"] = work
+    for name, most in bounds.items():
+        if pixels > most:
+            yield Finding(at, f"{pixels} pixels in all are more than {name} allows ({most})")
 
 
 def _limit(data: Any, name: str) -> int:
