@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from types import TracebackType
 
 from omni_engine.protocol.errors import ConfigError
@@ -50,7 +51,7 @@ def start_logging(process: str, default_level: str) -> None:
             value=level,
             expected="one of " + ", ".join(name for name in levels if name != "NOTSET"),
         )
-    form = os.environ.setdefault(FORMAT_VARIABLE, "console").lower()
+    form = os.environ.setdefault(FORMAT_VARIABLE, "console")
     if form not in FORMATS:
         raise ConfigError(
             "there is no such log format",
@@ -71,6 +72,19 @@ def choose_logging(level: str | None, form: str | None) -> None:
     for variable, value in ((LEVEL_VARIABLE, level), (FORMAT_VARIABLE, form)):
         if value is not None:
             os.environ[variable] = value
+
+
+def passed_on(process: str, line: bytes) -> bytes:
+    """Return a line that a child process wrote, as it goes into this one's standard error.
+
+    In JSON, what isn't a record of the child's logging becomes one: what a library prints, the
+    report of a crash.
+    """
+    if os.environ.get(FORMAT_VARIABLE) != "json" or line.startswith(b'{"ts": "'):
+        return line
+    text = line.decode("utf-8", "replace").rstrip()
+    fields = {"ts": _timestamp(time.time()), "level": "WARNING", "process": process}
+    return (json.dumps(fields | {"logger": "stderr", "message": text}) + "\n").encode()
 
 
 class _ConsoleLine(logging.Formatter):
@@ -95,9 +109,8 @@ class _JsonLine(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         fields: dict[str, object] = {
-            "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "ts": _timestamp(record.created),
             "level": record.levelname,
             "process": self._process,
             "logger": record.name,
@@ -111,6 +124,11 @@ class _JsonLine(logging.Formatter):
             return json.dumps(fields, default=str, allow_nan=False)
         except (TypeError, ValueError):  # not a number, infinite, or an object within itself
             return json.dumps({name: _as_text(value) for name, value in fields.items()})
+
+
+def _timestamp(seconds: float) -> str:
+    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _trace(record: logging.LogRecord) -> str:
