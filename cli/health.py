@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -70,8 +72,18 @@ def state_of(worker: Mapping[str, Any]) -> str:
 
 def _last_death(death: Mapping[str, Any]) -> str:
     head = f"{duration(death['ago_s'])} ago: {death['error']['message']}"
-    tail = [f"  {line}" for line in death["stderr_tail"][-_TAIL_LINES:]]
+    tail = [f"  {_for_people(line)}" for line in death["stderr_tail"][-_TAIL_LINES:]]
     return "\n".join([head, *tail])
+
+
+def _for_people(line: str) -> str:
+    """Return a line that a worker wrote; a record in JSON as a line for people."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = json.loads(line)
+        text = f"{record['level']} {record['logger']}: {record['message']}"
+        *_, last = ["", *str(record.get("exception", "")).splitlines()]
+        return f"{text}: {last}" if last else text
+    return line
 
 
 def _caps(caps: Mapping[str, int]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,13 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from omni_engine.stages.config import DeployConfig
+from omni_engine.engine.health import SILENCE_S
+from omni_engine.engine.restarts import MAX_BACKOFF_S
+from omni_engine.stages.config import DeployConfig, EngineArgs
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"^```(bash|python|sh|yaml(?= file=))(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-RUN_DOCUMENTS = ["README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md"]
+RUN_DOCUMENTS = [
+    "README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md",
+    "docs/operations.md",
+]  # fmt: skip
 
 
 def blocks(document: str) -> list[tuple[str, str, str]]:
@@ -107,6 +115,45 @@ def test_the_time_that_requests_have_at_the_end_is_the_real_one() -> None:
     for document in ("README.md", "docs/configuration.md", "cli/serve.py"):
         text = " ".join((ROOT / document).read_text().split())
         assert f"{seconds:g} seconds to end" in text, document
+
+
+def test_the_systemd_unit_works(tmp_path: Path) -> None:
+    """Its command line is right, and its times fit together."""
+    (text,) = re.findall(r"^```ini\n(.*?)^```$", (ROOT / "docs/operations.md").read_text(),
+                         re.MULTILINE | re.DOTALL)  # fmt: skip
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(text)
+    assert set(unit) == {"DEFAULT", "Unit", "Service", "Install"}
+    service = unit["Service"]
+    program, command, *options = shlex.split(service["ExecStart"])
+    assert (Path(program).name, command, service["KillMode"]) == ("omni-engine", "serve", "mixed")
+    config = options[options.index("--config") + 1]
+    shipped = str(ROOT / "stages" / "bundled.yaml")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("omni-engine"), "config", "show", "--json",
+         *(shipped if option == config else option for option in options)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    shown = json.loads(done.stdout)
+    assert "/run/omni-engine/engine" in json.dumps(shown)
+    assert service["RuntimeDirectory"] == "omni-engine"
+    shutdown_s = float(options[options.index("--shutdown-timeout-s") + 1])
+    assert float(service["TimeoutStopSec"]) >= shutdown_s + 10
+
+
+def test_the_settings_that_operations_names_have_these_defaults() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    settings = EngineArgs(model="bundled")
+    for name in ("worker_heartbeat_timeout_s", "worker_stall_timeout_s",
+                 "worker_startup_timeout_s"):  # fmt: skip
+        assert f"| {getattr(settings, name):g} s | `{name}` |" in text
+    assert f"`worker_restart_backoff_s` ({settings.worker_restart_backoff_s:g} s)" in text
+    assert f"`worker_death_window_s`\n({settings.worker_death_window_s / 60:g} min)" in text
+    assert f"`max_worker_deaths` ({settings.max_worker_deaths})" in text
+    assert f"doubles that, up to {MAX_BACKOFF_S:g} s" in text
+    assert SILENCE_S == 3
+    assert "was heard of within three seconds" in text
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=str)
