@@ -107,7 +107,7 @@ class Residency:
     @property
     def admits(self) -> bool:
         """Whether requests may join when there is room."""
-        return self.worker.ready and not self.draining
+        return self.worker.ready and not self.worker.reserved and not self.draining
 
     @property
     def is_over(self) -> bool:
@@ -177,6 +177,7 @@ class ResidentWorker:
     Attributes:
         slot: the worker as its pool saw it last.
         ready: whether it was among the ready workers last time.
+        reserved: whether it takes nobody in but one suspect, once it has nobody else.
         groups: its resident groups.
         outstanding: the groups of its plans with ticks that are not done, by plan id.
         last_plan: its last plan with ticks, -1 before the first.
@@ -191,6 +192,7 @@ class ResidentWorker:
         "last_plan",
         "outstanding",
         "ready",
+        "reserved",
         "rows",
         "slot",
         "work",
@@ -200,7 +202,7 @@ class ResidentWorker:
     def __init__(self, slot: WorkerSlot) -> None:
         self.worker_id = slot.worker_id
         self.slot = slot
-        self.ready = False
+        self.ready = self.reserved = False
         self.groups: dict[GroupId, Residency] = {}
         self.outstanding: dict[int, Residency] = {}
         self.last_plan = -1

@@ -35,11 +35,11 @@ class ResidencyTable:
     @property
     def free_places(self) -> int:
         """How many more groups the ready workers could keep."""
-        return sum([self._max_groups - len(worker.groups) for worker in self.ready])
+        return sum([self._free_places_of(worker) for worker in self.ready])
 
     def slots_with_place(self) -> list[WorkerSlot]:
         """Return the ready workers that could keep another group."""
-        return [w.slot for w in self.ready if len(w.groups) < self._max_groups]
+        return [worker.slot for worker in self.ready if self._free_places_of(worker)]
 
     def resident(self) -> list[GroupId]:
         """Return what is resident anywhere, that which is there longest first."""
@@ -91,7 +91,7 @@ class ResidencyTable:
         for worker in self.ready:
             home = worker.groups.get(group)
             if home is None:
-                if not may_open or len(worker.groups) >= self._max_groups:
+                if not may_open or not self._free_places_of(worker):
                     continue
             elif not home.admits or not home.has_room(request):
                 continue
@@ -115,6 +115,13 @@ class ResidencyTable:
         homes.remove(home)
         if not homes:
             del self._homes[home.key_and_adapter]
+
+    def least_loaded(self) -> ResidentWorker | None:
+        """Return the ready worker with the least to do."""
+        return min(self.ready, key=lambda worker: (worker.work, worker.rows), default=None)
+
+    def _free_places_of(self, worker: ResidentWorker) -> int:
+        return 0 if worker.reserved else self._max_groups - len(worker.groups)
 
     def remove_worker(self, worker: ResidentWorker) -> None:
         """Forget a lost worker; its groups are closed."""

@@ -6,28 +6,15 @@ Pure, as the schedulers are: no I/O, no threads, no clock.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 
 from omni_engine.engine.batching import QueuedRequest, RequestStatus, SchedulerConfig
 from omni_engine.engine.policies import make_policy
 from omni_engine.engine.request_group import RequestGroup
+from omni_engine.engine.suspects import Suspect, is_suspect
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
 
 _LOOK_FURTHER = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """The key of a request that may be what its worker died of: no other has it.
-
-    Args:
-        key: the request's own.
-        request_id: the request.
-    """
-
-    key: Hashable
-    request_id: str
 
 
 class SchedulerBase:
@@ -219,7 +206,7 @@ class SchedulerBase:
         again = [request for request in lost if not request.abort_requested]
         for request in again:
             request.status, request.worker_id = RequestStatus.WAITING, None
-            if alone and not isinstance(request.key, Suspect):
+            if alone and not is_suspect(request):
                 request.key = Suspect(request.key, request.request_id)
         self._put_back(again)
         return [request.request_id for request in aborted]

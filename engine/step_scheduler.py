@@ -18,7 +18,8 @@ from omni_engine.engine.policies import Pick
 from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
-from omni_engine.engine.scheduler_base import SchedulerBase, Suspect, batch_weights
+from omni_engine.engine.scheduler_base import SchedulerBase, batch_weights
+from omni_engine.engine.suspects import HeldSuspects, is_suspect
 from omni_engine.engine.waiting_queue import GroupId
 
 __all__ = ["StepAssignment", "StepScheduler"]
@@ -55,31 +56,30 @@ class StepScheduler(SchedulerBase):
         # Waiting groups that can't join: none of their kind is resident, or takes anybody in.
         self._homeless: set[GroupId] = set()
         self._drain: _Drain | None = None
-        # Suspects wait here, by seq, while another one may be on a worker.
-        self._held_suspects: dict[int, QueuedRequest] = {}
-        self._free_suspect: QueuedRequest | None = None
+        self._suspects = HeldSuspects(self._table, self._take_in, self._refile)
         self._plan_ids = count()
 
     @property
     def num_waiting(self) -> int:
         """How many requests wait."""
-        return len(self._queue) + len(self._unsent) + len(self._held_suspects)
+        return len(self._queue) + len(self._unsent) + len(self._suspects)
 
     def waiting_ids(self) -> list[str]:
         """Return the waiting requests' ids in arrival order; costs a sort of all of them."""
-        waiting = [*self._queue, *self._unsent.values(), *self._held_suspects.values()]
+        waiting = [*self._queue, *self._unsent.values(), *self._suspects]
         return [one.request_id for one in sorted(waiting, key=lambda request: request.seq)]
 
     def waiting_by_key(self) -> dict[GroupId, int]:
         """Return how many requests wait, per (key, adapter) that has any."""
-        others = [*self._unsent.values(), *self._held_suspects.values()]
+        others = [*self._unsent.values(), *self._suspects]
         return dict(
             Counter(super().waiting_by_key()) + Counter((one.key, one.adapter) for one in others)
         )
 
     def upcoming(self, count: int) -> list[tuple[str, ...]]:
         """Return what to load: of requests that have a place, then of those that get one next."""
-        placed = sorted(self._unsent.values(), key=lambda request: request.seq)
+        placed = [*self._unsent.values(), *self._suspects]
+        placed.sort(key=lambda request: request.seq)
         found = dict.fromkeys([one.weights for one in placed if one.weights])
         found |= dict.fromkeys(super().upcoming(count))
         for group_id in self._table.resident():
@@ -102,19 +102,22 @@ class StepScheduler(SchedulerBase):
             for home in (worker.groups.values() if worker else ())
         }
 
-    def schedule(self, slots: Sequence[WorkerSlot], now: float) -> list[StepAssignment]:
+    def schedule(
+        self, slots: Sequence[WorkerSlot], now: float, *, awaited: bool = False
+    ) -> list[StepAssignment]:
         """Find waiting requests their places and keep each worker in plans.
 
         Args:
             slots: all workers that are ready, each once.
             now: the time, in seconds.
+            awaited: whether another worker will soon be ready, on which suspects can run.
 
         Returns:
             The plans to send, each worker's in order; their new requests are RUNNING from here on.
         """
         self._policy.advance(now)
-        self._free_next_suspect()
         self._see_workers(slots)
+        self._suspects.settle(awaited=awaited)
         self._settle_homeless()
         self._update_drain()
         if not self._policy.in_order:
@@ -180,28 +183,12 @@ class StepScheduler(SchedulerBase):
         """Forget all waiting requests and return their ids in arrival order."""
         for worker in self._table.workers.values():
             self._recall_unsent(worker)
-        self._queue.put_back(self._held_suspects.values())
-        self._held_suspects.clear()
+        self._queue.put_back(self._suspects.drain())
         return super().drain_waiting()
 
     def _put_back(self, requests: list[QueuedRequest]) -> None:
-        suspects = [one for one in requests if isinstance(one.key, Suspect)]
-        if self._free_suspect in suspects:
-            self._free_suspect = None
-        self._held_suspects |= {one.seq: one for one in suspects}
-        self._queue.put_back([one for one in requests if not isinstance(one.key, Suspect)])
-
-    def _free_next_suspect(self) -> None:
-        """Let the oldest suspect have its turn once none is left among the others.
-
-        Two on one worker could not be told apart if it died.
-        """
-        free = self._free_suspect
-        if free is not None and self._live.get(free.request_id) is not free:
-            self._free_suspect = None
-        if self._held_suspects and self._free_suspect is None:
-            self._free_suspect = self._held_suspects.pop(min(self._held_suspects))
-            self._queue.put_back([self._free_suspect])
+        self._suspects.hold(filter(is_suspect, requests))
+        self._queue.put_back([one for one in requests if not is_suspect(one)])
 
     # Admission
 
@@ -283,6 +270,11 @@ class StepScheduler(SchedulerBase):
             self._unsent[request.request_id] = request
         return len(entered)
 
+    def _take_in(self, suspect: QueuedRequest, home: Residency) -> None:
+        home.put(suspect)
+        self._home_of[suspect.request_id] = home
+        self._unsent[suspect.request_id] = suspect
+
     def _find_home(self, key_and_adapter: GroupId, request: QueuedRequest) -> Residency | None:
         """Return where ``request`` fits on the least loaded worker, opening a group if need be."""
         may_open = self._policy.in_order or key_and_adapter in self._homeless
@@ -314,7 +306,7 @@ class StepScheduler(SchedulerBase):
             self._on_change(group)
 
     def _withdraw(self, request: QueuedRequest) -> None:
-        if self._held_suspects.pop(request.seq, None) is not None:
+        if self._suspects.discard(request):
             return
         if self._unsent.pop(request.request_id, None) is None:
             super()._withdraw(request)
@@ -333,7 +325,7 @@ class StepScheduler(SchedulerBase):
         for request in unsent:
             del self._unsent[request.request_id]
             self._release(request)
-        self._queue.put_back(unsent)
+        self._put_back(unsent)
 
     def _leave_if_over(self, home: Residency) -> None:
         if home.is_over:

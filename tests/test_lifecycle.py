@@ -251,27 +251,6 @@ def test_a_worker_leaves_when_its_engine_is_killed(own_engine: Omni) -> None:
                "the worker is gone")  # fmt: skip
 
 
-def test_a_killed_worker_fails_only_its_own_requests(
-    start_own_engine: Callable[..., Omni],
-) -> None:
-    omni = start_own_engine("bundled", pipeline=PATTERN, replicas=2, max_num_seqs=1,
-                            lora_modules=[], default_sampling_params={})  # fmt: skip
-    doomed, other = omni.client.submit("a", NO_END), omni.client.submit("b", SLOW)
-    until_running(doomed)
-    until_running(other)
-    workers = omni.status()["stages"][0]["workers"]
-    by_name = {worker["worker_id"]: worker["pid"] for worker in workers}
-    assert len(by_name) == 2
-    os.kill(by_name["stage0-worker0"], signal.SIGKILL)
-    output = doomed.result(timeout_s=20)
-    assert output.error is not None
-    assert output.error.code == "worker_lost"
-    assert "signal 9" in str(output.error)
-    assert other.result(timeout_s=20).ok
-    assert omni.status()["stages"][0]["state"] == "degraded"
-    assert omni.generate("c")[0].ok
-
-
 def test_a_pipeline_without_the_contract_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(PipelineContractError, match="lacks forward"):
         Omni("bundled", pipeline="support_pipelines:NoForward", devices="cpu", lora_modules=[],
