@@ -24,6 +24,7 @@ _model = functools.partial(_option, "Model")
 _batching = functools.partial(_option, "Batching")
 _adapters = functools.partial(_option, "Adapters")
 _workers = functools.partial(_option, "Workers")
+_keys = functools.partial(_option, "Keys")
 _limit = functools.partial(_option, "Limits")
 _switch = functools.partial(_option, "Switches", metavar="")
 
@@ -38,7 +39,7 @@ Endpoint = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Where clients connect: ipc://PATH or tcp://127.0.0.1:PORT. "
+        help="Where clients connect: ipc://PATH or tcp://HOST:PORT. "
         "Default: a socket in your own runtime folder.",
     ),
 ]
@@ -231,6 +232,14 @@ class EngineOptions:
     worker_death_window_s: Annotated[
         float | None,
         _workers("--worker-death-window-s", "Seconds over which deaths are counted.", "S"),
+    ] = None
+    curve_secret_key: Annotated[
+        Path | None,
+        _keys("--curve-secret-key", "The engine's secret key; encrypts connections.", "FILE"),
+    ] = None
+    curve_clients: Annotated[
+        Path | None,
+        _keys("--curve-clients", "Folder with the public keys of those who may connect.", "DIR"),
     ] = None
     shutdown_timeout_s: Annotated[
         float | None,

@@ -1,9 +1,9 @@
 """The deploy configuration: what a deploy file may say, as frozen models. Never imports torch.
 
 Public names: ``DeployConfig``, ``StageConfig``, ``EngineArgs``, ``RuntimeArgs``, ``Limits``,
-``LoRAModule``, ``DefaultLoRA``, ``SamplingDefaults``, ``parse_devices``, ``resolve_model``,
-``resolve_adapter``, ``model_name``, ``BUNDLED_ADAPTERS``, and from ``yaml_source`` the errors
-``ConfigProblem``, ``ConfigFileError``, ``UnsupportedConfigError``.
+``CurveArgs``, ``LoRAModule``, ``DefaultLoRA``, ``SamplingDefaults``, ``parse_devices``,
+``resolve_model``, ``resolve_adapter``, ``model_name``, ``BUNDLED_ADAPTERS``, and from
+``yaml_source`` the errors ``ConfigProblem``, ``ConfigFileError``, ``UnsupportedConfigError``.
 
 Files are read by ``omni_engine.stages.settings.load_settings``. It also checks what concerns
 several values at once: duplicate names, defaults beyond the limits, files that don't exist.
@@ -147,6 +147,13 @@ class Limits(_Model):
     max_input_pixels: Count = 4096 * 4096
     max_adapters: Count = 10_000
     max_pending_loads: Count = 64
+
+
+class CurveArgs(_Model):
+    """The keys with which connections of clients are encrypted; without them none are."""
+
+    secret_key: PathText | None = None
+    clients: PathText | None = None
 
 
 class SamplingDefaults(_Model):
@@ -302,5 +309,6 @@ class DeployConfig(_Model):
     endpoint: Endpoint | None = None
     shutdown_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
     result_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    curve: CurveArgs = CurveArgs()
     limits: Limits = Limits()
     stage_args: Annotated[tuple[StageConfig, ...], Field(strict=False, min_length=1)]

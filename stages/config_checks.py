@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from omni_engine.protocol.errors import ConfigError, nearest, shorten
 from omni_engine.stages import config as schema
 from omni_engine.stages.config_words import allowed, known_keys
+from omni_engine.stages.curve_checks import curve_problems
 from omni_engine.stages.yaml_source import Loc, dotted
 
 _STAGE: Loc = ("stage_args", 0)
@@ -23,6 +24,8 @@ OVERRIDES: dict[str, Loc] = {
     "shutdown_timeout_s": ("shutdown_timeout_s",),
     "result_ttl_s": ("result_ttl_s",),
     "name": (*_STAGE, "name"),
+    "curve_secret_key": ("curve", "secret_key"),
+    "curve_clients": ("curve", "clients"),
     **{name: ("limits", name) for name in schema.Limits.model_fields},
     **{name: (*_STAGE, "engine_args", name) for name in schema.EngineArgs.model_fields},
     **{name: (*_STAGE, "runtime", name) for name in schema.RuntimeArgs.model_fields},
@@ -135,6 +138,13 @@ def relations(data: Any) -> Iterator[Finding]:
         yield from _useless_findings(args, dig(stage, "runtime"), at)
     yield from _repeated(ids)
     yield from _repeated(names)
+
+
+def connection_findings(data: Any) -> Iterator[Finding]:
+    """Yield what is wrong with where clients connect and with its keys."""
+    keys = (dig(data, "curve", name) for name in schema.CurveArgs.model_fields)
+    for place, error in curve_problems(dig(data, "endpoint"), *keys):
+        yield Finding(tuple(place.split(".")), error.message, error.hint)
 
 
 def _repeated(values: Mapping[Loc, object]) -> Iterator[Finding]:

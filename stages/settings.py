@@ -16,7 +16,14 @@ from pydantic import BaseModel, ValidationError
 from omni_engine.protocol.errors import nearest
 from omni_engine.stages import config as schema
 from omni_engine.stages.config_checks import OVERRIDES as OVERRIDES
-from omni_engine.stages.config_checks import Finding, dig, explain, relations, walk
+from omni_engine.stages.config_checks import (
+    Finding,
+    connection_findings,
+    dig,
+    explain,
+    relations,
+    walk,
+)
 from omni_engine.stages.yaml_source import ConfigProblem, Loc, Mark, config_error, dotted, read_yaml
 
 Origin = Literal["command line", "constructor"]
@@ -111,7 +118,7 @@ class _Draft:
         source, folder = read_yaml(path), os.path.dirname(os.path.abspath(path))
         shown = _BUNDLED_FILE.name if path is _BUNDLED_FILE else source.file
         draft = cls(source.data, source.marks, shown, folder, origin, problems=source.problems)
-        draft.check()
+        draft.check(final=False)
         return draft
 
     def override(self, given: Mapping[str, object]) -> None:
@@ -136,10 +143,15 @@ class _Draft:
     def _refuse(self, name: str, message: str, hint: str | None) -> None:
         self.problems.append(ConfigProblem(self._label(name), message, hint=hint))
 
-    def check(self) -> schema.DeployConfig | None:
-        """Validate the data as it is now; a problem that is known already isn't added again."""
+    def check(self, *, final: bool = True) -> schema.DeployConfig | None:
+        """Validate the data as it is now; a problem that is known already isn't added again.
+
+        Args:
+            final: whether no options follow; they may add the keys that a file's endpoint needs.
+        """
         self._resolve_paths()
         config, findings = None, list(relations(self.data))
+        findings += connection_findings(self.data) if final else ()
         try:
             config = schema.DeployConfig.model_validate(self.data)
         except ValidationError as error:
@@ -158,13 +170,14 @@ class _Draft:
     def _resolve_paths(self) -> None:
         for loc, value in list(walk(self.data)):
             folder = self.base_dir if self._option(loc) is None else os.getcwd()
-            if not isinstance(value, str) or loc[:1] != ("stage_args",):
+            if not isinstance(value, str) or loc[:1] not in (("stage_args",), ("curve",)):
                 continue
+            is_key = len(loc) == 2 and value.strip()
             if loc[2:] == ("engine_args", "model"):
                 _put(self.data, loc, schema.resolve_model(value, folder))
             is_module = (loc[2:4], loc[5:]) == (("engine_args", "lora_modules"), ("path",))
             is_folder = loc[2:4] == ("engine_args", "lora_dirs") and len(loc) == 5 and value.strip()
-            if (is_module and not value.startswith("bundled:")) or is_folder:
+            if (is_module and not value.startswith("bundled:")) or is_folder or is_key:
                 path = os.path.abspath(os.path.join(folder, os.path.expanduser(value)))
                 _put(self.data, loc, path)
 
