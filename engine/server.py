@@ -20,6 +20,7 @@ import zmq
 
 from omni_engine.engine.client_desk import ClientDesk, closing_error
 from omni_engine.engine.endpoints import EndpointLock, bind_endpoint
+from omni_engine.engine.health import LoopHealth
 from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
 from omni_engine.engine.signals import signal_pipe
 from omni_engine.engine.stage_runtime import StageRuntime
@@ -77,6 +78,7 @@ class EngineServer:
             for stage in config.stage_args
         }
         self._stage_of_worker: dict[str, StageRuntime] = {}
+        self._health = LoopHealth(time.monotonic())
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code: 1 if no model could be loaded."""
@@ -106,6 +108,7 @@ class EngineServer:
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(math.ceil(self._poll_timeout_s() * 1000)))
+        started = time.monotonic()
         if self._wake.fileno() in ready:
             self._on_signal()
         if self._parent_fd is not None and self._parent_fd in ready:
@@ -124,6 +127,7 @@ class EngineServer:
         self._tell_states()
         self._desk.drop_silent(now)
         self._desk.answer_awaiting_ready()
+        self._health.note_turn(started, time.monotonic())
 
     def _poll_timeout_s(self) -> float:
         now = time.monotonic()

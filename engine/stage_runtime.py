@@ -18,6 +18,7 @@ from omni_engine.engine.dispatch import Floor
 from omni_engine.engine.live_request import Listener, LiveRequest
 from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch, warn_of_capacity
 from omni_engine.engine.reception import Reception
+from omni_engine.engine.request_log import RequestLog
 from omni_engine.engine.restarts import Death
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.stage_adapters import StageAdapters
@@ -68,6 +69,7 @@ class StageRuntime:
         self.adapters = StageAdapters(
             stage, registry, self.workers, self._live, self._reception, send
         )
+        self._log = RequestLog(self.name)
         self.counters: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
         self._floor = Floor(self._live, self.workers, send, self._finish, self.batch_sizes)
@@ -135,6 +137,7 @@ class StageRuntime:
         if live.deadline is not None:
             self._deadlines.add(request.request_id, live.deadline)
         self.counters["received"] += 1
+        self._log.accepted(live)
         listener.on_status(request.request_id, RequestStatus.WAITING)
 
     def abort(
@@ -294,6 +297,7 @@ class StageRuntime:
         live.answered = True
         kind = "aborted" if output.aborted else "failed" if output.error else "completed"
         self.counters[kind] += 1
+        self._log.ended(live, output, now)
         live.listener.on_output(output)
 
     def _end_overdue(self, now: float) -> None:

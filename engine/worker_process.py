@@ -12,6 +12,7 @@ import threading
 
 from omni_engine.engine.devices import WorkerDevice
 from omni_engine.protocol import pipes
+from omni_engine.protocol.logs import passed_on
 from omni_engine.protocol.plans import WorkerSpec
 
 WORKER_MODULE = "omni_engine.worker.process"
@@ -34,6 +35,7 @@ class WorkerProcess:
     """
 
     def __init__(self, spec: WorkerSpec, device: WorkerDevice) -> None:
+        self._worker_id = spec.worker_id
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         reader, writer = os.pipe()
         try:
@@ -101,7 +103,7 @@ class WorkerProcess:
                     shown = (c if c.isprintable() else repr(c)[1:-1] for c in text)
                     self._tail.append("".join(shown))
                 with contextlib.suppress(OSError):  # nobody reads it; the worker must go on
-                    os.write(2, line)
+                    os.write(2, passed_on(self._worker_id, line))
 
 
 def _spawn(spec: WorkerSpec, device: WorkerDevice, output: int) -> subprocess.Popen[bytes]:
