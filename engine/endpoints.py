@@ -6,7 +6,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import zmq
 
 from omni_engine.protocol.errors import ConfigError
+from omni_engine.stages.curve_checks import is_beyond_loopback
 
 _IPC = "ipc://"
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_ATTEMPTS = 100
+"""How often an engine that is just ending may take a lock file away before another gives up."""
 
 
 def default_endpoint() -> str:
@@ -30,33 +34,33 @@ def default_endpoint() -> str:
     return f"{_IPC}{folder}/engine"
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Refuse a TCP endpoint beyond loopback.
+def check_endpoint(endpoint: str, *, encrypted: bool = False) -> None:
+    """Refuse a TCP endpoint beyond loopback, unless connections to it are encrypted.
 
     Raises:
         ConfigError: with the way out.
     """
-    if endpoint.startswith("tcp://"):
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-        if host not in _LOOPBACK:
-            raise ConfigError(
-                "TCP beyond loopback would let anyone on the network use the engine",
-                field="endpoint",
-                value=endpoint,
-                expected="ipc://PATH or tcp://127.0.0.1:PORT",
-                hint="Encrypted TCP is not available in this version; tunnel the loopback port.",
-            )
+    if is_beyond_loopback(endpoint) and not encrypted:
+        raise ConfigError(
+            "TCP beyond loopback needs keys: without, anyone on the network could use the engine",
+            field="endpoint",
+            value=endpoint,
+            expected="keys, ipc://PATH or tcp://127.0.0.1:PORT",
+            hint="Make keys with `omni-engine keys new`; an engine takes them as curve.secret_key "
+            "and curve.clients, a client as --key and --server-key (in Python: ClientKeys).",
+        )
 
 
-def bind_endpoint(socket: Any, endpoint: str) -> str:
+def bind_endpoint(socket: Any, endpoint: str, *, encrypted: bool = False) -> str:
     """Bind the engine's socket for clients; return the endpoint, with the port that ``*`` became.
 
     Raises:
         ConfigError: if the endpoint is not acceptable or can't be bound.
     """
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, encrypted=encrypted)
     try:
-        socket.bind(endpoint)
+        with _for_us_only():
+            socket.bind(endpoint)
     except zmq.ZMQError as error:
         too_long = error.errno == errno.ENAMETOOLONG
         raise ConfigError(
@@ -67,6 +71,16 @@ def bind_endpoint(socket: Any, endpoint: str) -> str:
             hint="TMPDIR says where private sockets are; make it shorter." if too_long else None,
         ) from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+@contextlib.contextmanager
+def _for_us_only() -> Iterator[None]:
+    """Let files that are made meanwhile, such as sockets, be ours alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class EndpointLock:
@@ -83,37 +97,35 @@ class EndpointLock:
         self._endpoint = endpoint
         is_path = endpoint.startswith(_IPC) and not endpoint.startswith(f"{_IPC}@")
         self._path = Path(endpoint.removeprefix(_IPC)) if is_path else None
-        self._file: Any = None
+        self._lock: int | None = None
         self._created_directory = False
 
     def __enter__(self) -> EndpointLock:
         if self._path is None:
             return self
-        folder = self._path.parent
-        self._created_directory = not folder.exists()
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_owner(folder)
-            self._file = self._lock_path.open("w")
-        except OSError as error:
-            raise ConfigError(
-                f"can't make a socket in {folder}: {error.strerror}",
-                field="endpoint",
-                value=self._endpoint,
-                expected="ipc:// and a path in a directory you can write to",
-            ) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(
-                "another engine serves there already",
-                field="endpoint",
-                value=self._endpoint,
-                expected="a free endpoint",
-                hint="Stop it, or choose another with --endpoint.",
-            ) from None
-        return self
+        for _ in range(_ATTEMPTS):
+            try:
+                self._lock = self._take(self._path)
+            except BlockingIOError:
+                break
+            except FileNotFoundError:  # an engine that ended has taken the directory away
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"can't make a socket in {self._path.parent}: {error.strerror}",
+                    field="endpoint",
+                    value=self._endpoint,
+                    expected="ipc:// and a path in a directory you can write to",
+                ) from None
+            if self._lock is not None:
+                return self
+        raise ConfigError(
+            "another engine serves there already",
+            field="endpoint",
+            value=self._endpoint,
+            expected="a free endpoint",
+            hint="Stop it, or choose another with --endpoint.",
+        )
 
     def __exit__(
         self,
@@ -121,26 +133,55 @@ class EndpointLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._path is None:
+        if self._path is None or self._lock is None:
             return
-        for path in (self._path, self._lock_path):
+        for path in (self._path, _lock_path(self._path)):
             path.unlink(missing_ok=True)
-        self._file.close()
+        os.close(self._lock)
         if self._created_directory:
             with contextlib.suppress(OSError):  # others may keep files there
                 self._path.parent.rmdir()
 
-    def _check_owner(self, folder: Path) -> None:
-        if self._endpoint == default_endpoint() and folder.stat().st_uid != os.getuid():
-            raise ConfigError(
-                "the socket's directory belongs to another user",
-                field="endpoint",
-                value=self._endpoint,
-                expected="a directory of your own",
-            )
+    def _take(self, path: Path) -> int | None:
+        """Return a descriptor with the lock; None if what was locked isn't the lock file any more.
 
-    @property
-    def _lock_path(self) -> Path:
-        if self._path is None:
-            raise ValueError("only ipc endpoints are locked")
-        return self._path.with_name(self._path.name + ".lock")
+        Raises:
+            BlockingIOError: if another engine holds the lock.
+        """
+        folder = path.parent
+        self._created_directory = not folder.exists()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._endpoint == default_endpoint():
+            _check_private(folder, self._endpoint)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(_lock_path(path), flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), _lock_path(path).stat()):
+                return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, FileNotFoundError):  # its engine has ended and removed it
+                return None
+            raise
+        os.close(descriptor)
+        return None
+
+
+def _check_private(folder: Path, endpoint: str) -> None:
+    found = folder.lstat()
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not mine or found.st_mode & 0o077:
+        raise ConfigError(
+            "the default socket's directory can be used by others on this machine"
+            if mine
+            else "the default socket's directory is not your own",
+            field="endpoint",
+            value=endpoint,
+            expected="a directory of your own, of mode 0700",
+            hint=f"Run: chmod 700 {folder}" if mine else f"Remove {folder}.",
+        )
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")

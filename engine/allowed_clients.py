@@ -1,0 +1,58 @@
+"""The clients that may connect: the public keys in a folder, as they are there now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+
+from omni_engine.engine.registered_adapter import FileState, file_state
+from omni_engine.protocol.errors import ConfigError
+from omni_engine.stages.key_files import PUBLIC_SUFFIX, read_public_key
+
+logger = logging.getLogger(__name__)
+
+
+class AllowedClients:
+    """Knows the keys in a folder; looks again at each question, and reads what has changed.
+
+    Args:
+        folder: holds one ``NAME.key`` per client.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._read: dict[str, tuple[FileState | None, str | None]] = {}
+        if os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            logger.warning("others on this machine can let clients in: run: chmod go-w %s", folder)
+
+    def name_of(self, public_key: str) -> str | None:
+        """Return the name of the client with a key; None if it may not connect.
+
+        Args:
+            public_key: Z85 text.
+        """
+        self._look()
+        names = (name for name, (_, key) in self._read.items() if key == public_key)
+        return next((name.removesuffix(PUBLIC_SUFFIX) for name in names), None)
+
+    def _look(self) -> None:
+        try:
+            names = [name for name in os.listdir(self._folder) if name.endswith(PUBLIC_SUFFIX)]
+        except OSError as error:
+            logger.error("nobody can connect: %s can't be read: %s", self._folder, error.strerror)
+            names = []
+        found = {}
+        for name in names:
+            path = os.path.join(self._folder, name)
+            state, known = file_state(path), self._read.get(name)
+            found[name] = known if known and known[0] == state else (state, _key_in(path))
+        self._read = found
+
+
+def _key_in(path: str) -> str | None:
+    try:
+        return read_public_key(path)
+    except ConfigError as error:
+        logger.warning("nobody can connect with %s: %s", path, error.message)
+        return None
