@@ -47,7 +47,7 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
 
     settings = engine.settings(model, endpoint=endpoint)
     address = settings.config.endpoint or default_endpoint()
-    check_endpoint(address)
+    check_endpoint(address, encrypted=settings.config.curve.secret_key is not None)
     _start_logging(engine)
     names = ", ".join(stage.display_name for stage in settings.config.stage_args)
     server = EngineServer(

@@ -9,8 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +17,15 @@ from typing import Any
 import zmq
 
 from omni_engine.engine.client_desk import ClientDesk, closing_error
+from omni_engine.engine.curve_server import curve_server
 from omni_engine.engine.endpoints import EndpointLock, bind_endpoint
 from omni_engine.engine.health import LoopHealth
 from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
+from omni_engine.engine.private_directory import private_directory
 from omni_engine.engine.signals import signal_pipe
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.worker_pool import start_workers, stop_workers
-from omni_engine.protocol import codec, plans
+from omni_engine.protocol import codec
 from omni_engine.protocol.errors import WorkerLostError
 from omni_engine.stages.config import DeployConfig
 
@@ -83,14 +83,13 @@ class EngineServer:
     def run(self) -> int:
         """Serve until told to stop; return the exit code: 1 if no model could be loaded."""
         with contextlib.ExitStack() as stack:
-            directory = Path(tempfile.mkdtemp(prefix=plans.PRIVATE_DIRECTORY_PREFIX))  # mode 0700
-            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            directory = stack.enter_context(private_directory())
             self.endpoint = self.endpoint or f"ipc://{directory}/clients"
             stack.enter_context(EndpointLock(self.endpoint))
             self._wake = stack.enter_context(signal_pipe())
             self._context = zmq.Context()
             stack.callback(self._context.destroy, linger=int(_DRAIN_S * 1000))
-            self._open_sockets(directory)
+            self._open_sockets(directory, stack)
             stack.callback(self._worker_socket.close, linger=0)
             self._outbox = Outbox(self._client_socket)
             stack.callback(self._outbox.drain, _DRAIN_S)
@@ -200,7 +199,7 @@ class EngineServer:
 
     # -- sockets
 
-    def _open_sockets(self, directory: Path) -> None:
+    def _open_sockets(self, directory: Path, stack: contextlib.ExitStack) -> None:
         self._worker_socket = self._context.socket(zmq.ROUTER)
         self._worker_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._worker_socket.setsockopt(zmq.SNDHWM, 0)
@@ -212,7 +211,9 @@ class EngineServer:
         self._client_socket.setsockopt(
             zmq.MAXMSGSIZE, self._config.limits.max_message_bytes + _FRAME_SLACK_BYTES
         )
-        self.endpoint = bind_endpoint(self._client_socket, self.endpoint)
+        door = curve_server(self._context, self._client_socket, self._config.curve)
+        encrypted = stack.enter_context(door) is not None
+        self.endpoint = bind_endpoint(self._client_socket, self.endpoint, encrypted=encrypted)
         self._poller = zmq.Poller()
         sources: list[Any] = [self._worker_socket, self._client_socket, self._wake.fileno()]
         if self._parent_fd is not None:
