@@ -7,13 +7,17 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import PATTERN
 
+from omni_engine import OmniClient
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.request_log import RequestLog
 from omni_engine.engine.restarts import Death
@@ -24,10 +28,13 @@ from omni_engine.protocol.errors import (
     RequestAbortedError,
     WorkerLostError,
 )
+from omni_engine.protocol.logs import FORMAT_VARIABLE, passed_on
 from omni_engine.protocol.outputs import AppliedLoRA, DiffusionOutput, OutputMetrics
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
+COMMAND = str(Path(sys.executable).with_name("omni-engine"))
+LONG_TEXT = "no\n{} good " * 1000
 _SCRIPT = """
 import logging, threading, warnings
 from omni_engine.protocol.logs import start_logging
@@ -188,3 +195,61 @@ def test_debug_tells_more(caplog: pytest.LogCaptureFixture) -> None:
     assert vars(accepted)["event"] == "request_accepted"
     assert vars(started) | {"worker_id": "stage0-worker1", "queue_ms": 250.0} == vars(started)
     assert "can't draw" in failed.getMessage()
+
+
+def test_what_a_child_prints_becomes_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, logged = b"Fatal Python error: \xff\x1b[2K\n", b'{"ts": "2026", "level": "INFO"}\n'
+    monkeypatch.setenv(FORMAT_VARIABLE, "console")
+    assert passed_on("w0", printed) == printed
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+    assert passed_on("w0", logged) == logged
+    record = json.loads(passed_on("w0", printed))
+    assert record["message"] == "Fatal Python error: \ufffd\x1b[2K"
+    assert (record["process"], record["logger"]) == ("w0", "stderr")
+
+
+@pytest.fixture(scope="module")
+def served_log(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a served engine and its worker log in JSON of three requests, one of which fails."""
+    endpoint = f"ipc://{tmp_path_factory.mktemp('logs')}/e"
+    command = [COMMAND, "serve", "--pipeline", PATTERN, "--name", "pattern", "--devices", "cpu",
+               "--endpoint", endpoint, "--log-format", "json"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert "serving" in process.stdout.readline()
+        with OmniClient(endpoint) as client:
+            client.wait_until_ready(60)
+            for request_id in ("good", 'bad {"level": "ERROR"}', "other"):
+                text = {"raise_text": LONG_TEXT} if request_id.startswith("bad") else {}
+                params = OmniDiffusionSamplingParams(seed=3, extra_args=text)
+                client.submit("a secret cat", params, request_id=request_id).result(30)
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return log.splitlines()
+
+
+def test_every_line_of_a_served_engine_is_an_object(served_log: list[str]) -> None:
+    records = [json.loads(line) for line in served_log]
+    assert {record["process"] for record in records} == {"engine", "stage0-worker0"}
+    for record in records:
+        assert {"ts", "level", "process", "logger", "message"} <= set(record)
+        assert "secret" not in str(record)
+
+
+def test_a_request_is_found_by_its_id_in_every_process(served_log: list[str]) -> None:
+    records = [json.loads(line) for line in served_log]
+    ended = [record for record in records if record.get("event") == "request_ended"]
+    assert [(r["request_id"], r["outcome"]) for r in ended] == [
+        ("good", "completed"), ('bad {"level": "ERROR"}', "failed"), ("other", "completed"),
+    ]  # fmt: skip
+    good, bad, _ = ended
+    assert good["queue_ms"] + good["run_ms"] == pytest.approx(good["total_ms"], abs=0.01)
+    expected = {"model": "pattern", "steps": 4, "worker_id": "stage0-worker0", "tries": 1,
+                "seed": 3, "mean_batch_size": 1.0, "loras": []}  # fmt: skip
+    assert good | expected == good
+    assert (bad["error"], "error_message" in bad) == ("model_error", False)
+    told = [r for r in records if r["process"] == "stage0-worker0" and "bad {" in r["message"]]
+    assert LONG_TEXT in told[0]["exception"]
