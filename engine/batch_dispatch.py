@@ -96,4 +96,4 @@ class BatchDispatch:
         worker.batches += 1
         floor.batch_sizes[len(members)] += 1
         floor.send(worker.worker_id, plan.to_wire())
-        floor.note_running(members, now)
+        floor.note_running(members, worker.worker_id, now)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from omni_engine.engine.adapter_prefetch import WorkerLoad
 from omni_engine.engine.live_request import LiveRequest
+from omni_engine.engine.request_log import RequestLog
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.worker_handle import WorkerHandle
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -28,6 +29,7 @@ class Floor:
         send: sends a message to a worker by its id.
         finish: takes a request's output, with the time; the request is over then.
         batch_sizes: counts batches, or ticks, by their number of requests.
+        log: told of requests that start.
     """
 
     live: Mapping[str, LiveRequest]
@@ -35,6 +37,7 @@ class Floor:
     send: Callable[[str, dict[str, Any]], None]
     finish: Callable[[DiffusionOutput, float], None]
     batch_sizes: Counter[int]
+    log: RequestLog
 
     def loads(self, running_on: Callable[[str], Iterable[str]]) -> list[WorkerLoad]:
         """Return the workers that are ready, with what they run.
@@ -50,10 +53,11 @@ class Floor:
                 loads.append(WorkerLoad(worker.worker_id, len(members), frozenset(needed)))
         return loads
 
-    def note_running(self, members: Iterable[LiveRequest], now: float) -> None:
+    def note_running(self, members: Iterable[LiveRequest], worker_id: str, now: float) -> None:
         """Tell requests that they were sent to a worker."""
         for live in members:
             live.started = now
+            self.log.started(live, worker_id, now)
             live.listener.on_status(live.request_id, RequestStatus.RUNNING)
 
     def note_progress(self, report: StepReport, now: float) -> None:

@@ -72,7 +72,9 @@ class StageRuntime:
         self._log = RequestLog(self.name)
         self.counters: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
-        self._floor = Floor(self._live, self.workers, send, self._finish, self.batch_sizes)
+        self._floor = Floor(
+            self._live, self.workers, send, self._finish, self.batch_sizes, self._log
+        )
         self._dispatch = make_dispatch(stage.engine_args, None, self._floor)
 
     @property

@@ -175,4 +175,4 @@ class StepDispatch:
         worker.set_busy(True, now)
         worker.note_sent(assignment.adapter, plan.activations)
         floor.send(worker.worker_id, plan.to_wire())
-        floor.note_running(newcomers, now)
+        floor.note_running(newcomers, worker.worker_id, now)

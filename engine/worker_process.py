@@ -18,7 +18,8 @@ from omni_engine.protocol.plans import WorkerSpec
 WORKER_MODULE = "omni_engine.worker.process"
 
 TAIL_LINES = 30
-_MAX_LINE_BYTES = 4096
+_MAX_LINE_BYTES = 1 << 20
+_TAIL_LINE_CHARS = 4096
 _LAST_WORDS_S = 0.2
 """How long to wait, once a process has ended, for what it wrote last."""
 
@@ -101,7 +102,7 @@ class WorkerProcess:
                 text = line.decode("utf-8", "replace").rstrip()
                 if text:
                     shown = (c if c.isprintable() else repr(c)[1:-1] for c in text)
-                    self._tail.append("".join(shown))
+                    self._tail.append("".join(shown)[:_TAIL_LINE_CHARS])
                 with contextlib.suppress(OSError):  # nobody reads it; the worker must go on
                     os.write(2, passed_on(self._worker_id, line))
 

@@ -54,7 +54,8 @@ def is_right(output: Any, prompt: str, seed: int) -> None:
 def test_requests_of_a_killed_worker_run_again_with_the_same_result(
     start_own_engine: Callable[..., Omni], tmp_path: Path, pipeline: str, steps: bool
 ) -> None:
-    omni = start_own_engine(**settings(pipeline, steps, max_num_seqs=4))
+    together = {} if steps else {"request_batch_max_wait_ms": 60_000}
+    omni = start_own_engine(**settings(pipeline, steps, max_num_seqs=3, **together))
     prompts = [f"{name} [hang] [once={tmp_path / name}]" for name in "abc"]
     heard: list[str] = []
     handles = [
