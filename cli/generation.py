@@ -101,7 +101,9 @@ def _ended(
 ) -> Iterator[Item]:
     """Submit the requests, show and save what is heard of them, and yield each as it ends."""
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-    handles = connection.submit([request for _, request in live.values()], events.put)
+    handles = connection.submit(
+        [request for _, request in live.values()], events.put, wait_for_room=True
+    )
     progress.submitted(len(handles))
     open_handles = {handle.request_id: handle for handle in handles}
     while open_handles:

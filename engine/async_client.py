@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.client import OnProgress, Params, progress_callback
-from omni_engine.engine.connection import Connection, raise_if_down
+from omni_engine.engine.connection import ENGINE_TIMEOUT_S, Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
-from omni_engine.protocol.errors import OmniError, RequestTimeoutError
+from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
@@ -101,11 +101,19 @@ class AsyncOmniClient(AsyncLoRACalls):
     Args:
         endpoint: where the engine listens; None for the default endpoint.
         connect_timeout_s: seconds within which the engine must answer.
+        reconnect_timeout_s: as of ``OmniClient``.
     """
 
-    def __init__(self, endpoint: str | None = None, *, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        connect_timeout_s: float = 10.0,
+        reconnect_timeout_s: float = ENGINE_TIMEOUT_S,
+    ) -> None:
         self._endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
+        self._reconnect_timeout_s = reconnect_timeout_s
         self._connected: Connection | None = None
 
     @property
@@ -119,10 +127,11 @@ class AsyncOmniClient(AsyncLoRACalls):
         Raises:
             EngineClosedError: if no engine answers.
             ProtocolVersionError: if it speaks another protocol version.
+            QueueFullError: if it has no place for another client.
         """
         if self._connected is None:
             self._connected = await asyncio.to_thread(
-                Connection, self._endpoint, self._connect_timeout_s
+                Connection, self._endpoint, self._connect_timeout_s, self._reconnect_timeout_s
             )
         return self
 
@@ -135,10 +144,12 @@ class AsyncOmniClient(AsyncLoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncRequestHandle:
         """Submit one request; see ``OmniClient.submit``.
 
         Raises:
+            EngineClosedError: if the client is closed, or its engine's process has ended.
             InvalidRequestError: if the request is wrong in itself.
         """
         (request,) = build_requests(
@@ -148,6 +159,7 @@ class AsyncOmniClient(AsyncLoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            timeout_s=timeout_s,
         )
         if isinstance(request, OmniError):
             raise request
@@ -174,7 +186,7 @@ class AsyncOmniClient(AsyncLoRACalls):
         requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]
         on_event = _in_this_loop(progress_callback(requests, on_progress))
-        handles = self._connection.submit(good, on_event)
+        handles = self._connection.submit(good, on_event, wait_for_room=True)
         futures = [asyncio.wrap_future(handle.future) for handle in handles]
         try:
             if futures:
@@ -235,6 +247,11 @@ class AsyncOmniClient(AsyncLoRACalls):
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    def engine_ended(self, error: EngineClosedError) -> None:
+        """End everything that is pending, now and later: the engine's process has ended."""
+        if self._connected is not None:
+            self._connected.engine_ended(error)
 
     async def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
         answer = asyncio.wrap_future(self._connection.call_soon(kind, **body))

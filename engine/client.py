@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-from omni_engine.engine.connection import Connection, raise_if_down
+from omni_engine.engine.connection import ENGINE_TIMEOUT_S, Connection, raise_if_down
 from omni_engine.engine.handles import RequestEvent, RequestHandle, UserCode
 from omni_engine.engine.lora_calls import LoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
-from omni_engine.protocol.errors import OmniError, RequestTimeoutError
+from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
@@ -29,14 +29,25 @@ class OmniClient(LoRACalls):
     Args:
         endpoint: where the engine listens; None for the default endpoint.
         connect_timeout_s: seconds within which the engine must answer.
+        reconnect_timeout_s: seconds for which an engine that owes an answer may be silent, be it
+            stopped, gone or being started again. If it is back by then, requests go on, or run
+            anew with the same result if they have a seed; else all that is pending ends with
+            ``EngineClosedError``.
 
     Raises:
         EngineClosedError: if no engine answers there.
         ProtocolVersionError: if it speaks another protocol version.
+        QueueFullError: if the engine has no place for another client.
     """
 
-    def __init__(self, endpoint: str | None = None, *, connect_timeout_s: float = 10.0) -> None:
-        self._connection = Connection(endpoint, connect_timeout_s)
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        connect_timeout_s: float = 10.0,
+        reconnect_timeout_s: float = ENGINE_TIMEOUT_S,
+    ) -> None:
+        self._connection = Connection(endpoint, connect_timeout_s, reconnect_timeout_s)
 
     @property
     def endpoint(self) -> str:
@@ -52,6 +63,7 @@ class OmniClient(LoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        timeout_s: float | None = None,
         on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
         """Submit one request.
@@ -59,13 +71,16 @@ class OmniClient(LoRACalls):
         Args:
             prompt: text, or a dict with "prompt", "negative_prompt", "multi_modal_data".
             sampling_params: how to make the picture.
-            request_id: unique among live requests; drawn when None.
+            request_id: unique among live requests; drawn when None. If the engine still knows a
+                request with this id and the same content, that is followed and none run twice.
             model: a served model's name; None for the engine's first.
             detached: keep running when this client goes away.
             preview_every: steps between small preview pictures, which come with the events.
+            timeout_s: seconds after which the engine ends it with a ``RequestTimeoutError``.
             on_event: called from the connection's thread on every event; must not block.
 
         Raises:
+            EngineClosedError: if the client is closed, or its engine's process has ended.
             InvalidRequestError: if the request is wrong in itself. What only the engine can tell
                 (unknown adapter, size) is in the result's ``error``.
         """
@@ -76,6 +91,7 @@ class OmniClient(LoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            timeout_s=timeout_s,
         )
         if isinstance(request, OmniError):
             raise request
@@ -93,6 +109,8 @@ class OmniClient(LoRACalls):
         on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own, and wait for all.
+
+        There may be more than the engine's queue holds: the rest is submitted as others end.
 
         Args:
             prompts: one prompt, or any number of them.
@@ -114,7 +132,11 @@ class OmniClient(LoRACalls):
         items = as_list(prompts)
         requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]
-        handles = iter(self._connection.submit(good, progress_callback(requests, on_progress)))
+        handles = iter(
+            self._connection.submit(
+                good, progress_callback(requests, on_progress), wait_for_room=True
+            )
+        )
         entries = [r if isinstance(r, OmniError) else next(handles) for r in requests]
         running = [entry for entry in entries if isinstance(entry, RequestHandle)]
         if on_output is not None:
@@ -165,6 +187,10 @@ class OmniClient(LoRACalls):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def engine_ended(self, error: EngineClosedError) -> None:
+        """End everything that is pending, now and later: the engine's process has ended."""
+        self._connection.engine_ended(error)
 
     def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
         return self._connection.call(kind, timeout_s, **body)

@@ -8,85 +8,39 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 import omni_engine
 from omni_engine.engine import adapter_desk
-from omni_engine.engine.live_request import Preview
+from omni_engine.engine.connected_client import Client
+from omni_engine.engine.intake import Intake, closing_error
 from omni_engine.engine.outbox import Outbox
-from omni_engine.engine.scheduler import RequestStatus
+from omni_engine.engine.results import ResultStore
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.status import describe_stage
 from omni_engine.protocol import codec, messages
-from omni_engine.protocol.errors import (
-    DuplicateRequestError,
-    EngineClosedError,
-    MalformedMessageError,
-    OmniError,
-    QueueFullError,
-    UnknownModelError,
-    nearest,
-    shorten,
-)
-from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import DiffusionRequest, presentable_id
+from omni_engine.protocol.errors import MalformedMessageError, OmniError, QueueFullError
 from omni_engine.stages.config import Limits
+
+__all__ = ["CLIENT_TIMEOUT_S", "ClientDesk", "closing_error"]
 
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 15.0
 """A client that was silent for so long is taken for gone; clients ping every few seconds."""
 
+RESULT_TTL_S = 60.0
+"""How long a result is kept for its client unless the configuration says otherwise."""
 
-@dataclass(slots=True)
-class Client:
-    """A connected client: it listens to its own requests.
+_UPKEEP_S = 0.1
+"""How often clients and results are looked through."""
 
-    Attributes:
-        identity: the socket's, drawn anew by ZeroMQ for every connection.
-        outbox: sends messages to identities.
-        last_seen: seconds, monotonic.
-        session: told to the client, which sees by a change that the engine has forgotten it.
-        request_ids: live requests that end with it.
-    """
-
-    identity: bytes
-    outbox: Outbox
-    last_seen: float
-    session: str = field(default_factory=lambda: secrets.token_hex(8))
-    request_ids: set[str] = field(default_factory=set)
-
-    def on_status(self, request_id: str, status: RequestStatus) -> None:
-        """Tell the client that its request began to wait or to run."""
-        event = messages.engine_message(
-            messages.EVENT, request_id=request_id, status=status.name.lower()
-        )
-        self.outbox.send(self.identity, event)
-
-    def on_progress(
-        self, request_id: str, step: int, num_steps: int, preview: Preview | None
-    ) -> None:
-        """Tell the client how far its request is, unless it does not read what it is sent."""
-        message = messages.engine_message(
-            messages.PROGRESS,
-            request_id=request_id,
-            step=step,
-            num_steps=num_steps,
-            preview=preview,
-        )
-        self.outbox.send(self.identity, message, droppable=True)
-
-    def on_output(self, output: DiffusionOutput) -> None:
-        """Give the client its result."""
-        self.request_ids.discard(output.request_id)
-        message = messages.engine_message(messages.OUTPUT, output=output.to_wire())
-        self.outbox.send(self.identity, message)
+_PLACE_RETRY_MS = 1000.0
+"""When a client for which there is no place may try again."""
 
 
 class ClientDesk:
@@ -97,30 +51,45 @@ class ClientDesk:
         limits: what the engine accepts at most.
         endpoint: where clients connect; shown in status.
         outbox: sends messages to clients.
-
-    Attributes:
-        closing: set when no more requests are taken in.
+        result_ttl_s: how long a result is kept for a client that has not received it.
     """
 
     def __init__(
-        self, stages: Mapping[str, StageRuntime], limits: Limits, endpoint: str, outbox: Outbox
+        self,
+        stages: Mapping[str, StageRuntime],
+        limits: Limits,
+        endpoint: str,
+        outbox: Outbox,
+        result_ttl_s: float = RESULT_TTL_S,
     ) -> None:
         self._stages = stages
         self._limits = limits
         self._endpoint = endpoint
         self._outbox = outbox
+        self._results = ResultStore(result_ttl_s, limits.max_client_backlog_bytes)
+        self._intake = Intake(stages, limits, self._results, outbox)
         self._started = time.monotonic()
+        self._next_upkeep = 0.0
         self._clients: dict[bytes, Client] = {}
         self._awaiting_ready: list[tuple[bytes, int | None]] = []
-        self._rejected = 0
-        self.closing = False
+        self._rejected_messages = 0
+        self._dropped_clients = 0
+
+    @property
+    def closing(self) -> bool:
+        """Whether no more requests are taken in."""
+        return self._intake.closing
+
+    @closing.setter
+    def closing(self, closing: bool) -> None:
+        self._intake.closing = closing
 
     def on_frames(self, frames: list[zmq.Frame]) -> None:
         """Act on a message: the sender's identity, then the message's frames."""
         identity, now = frames[0].bytes, time.monotonic()
-        client = self._clients.get(identity)
+        client = self._known(identity, now)
         if client is None:
-            client = self._clients[identity] = Client(identity, self._outbox, now)
+            return self._turn_away(identity, frames[1:])
         client.last_seen = now
         reply_to: int | None = None
         try:
@@ -129,13 +98,13 @@ class ClientDesk:
             parsed = messages.parse_client_message(message)
             self._on_message(client, parsed, now)
         except OmniError as error:
-            self._rejected += 1
+            self._rejected_messages += 1
             if isinstance(error, MalformedMessageError) and reply_to is None:
                 reply_to = messages.salvage_id(frames[1:])
             self._outbox.send(identity, messages.error_message(error, reply_to))
         except Exception as error:  # boundary: one message; no message may stop the loop
             logger.exception("a message of client %s could not be handled", identity.hex())
-            self._rejected += 1
+            self._rejected_messages += 1
             wrapped = OmniError(f"the engine failed on this message: {type(error).__name__}")
             self._outbox.send(identity, messages.error_message(wrapped, reply_to))
 
@@ -145,10 +114,11 @@ class ClientDesk:
                 welcome = self._welcome()
                 self._reply(client, message, messages.WELCOME, session=client.session, **welcome)
             case messages.SUBMIT:
-                self._submit(client, message, now)
+                self._intake.submit(client, message, now)
             case messages.ABORT:
-                for stage in self._stages.values():
-                    stage.abort(message.body["request_ids"], now)
+                self._abort(message.body["request_ids"], now)
+            case messages.RECEIVED:
+                self._results.received(message.body["request_ids"])
             case messages.STATUS:
                 self._reply(client, message, messages.STATUS, status=self._status(now))
             case messages.WAIT_READY:
@@ -156,11 +126,11 @@ class ClientDesk:
             case messages.PING:
                 self._reply(client, message, messages.PONG, session=client.session)
             case messages.BYE:
-                self._drop(client, now)
+                self._part(client, now)
             case kind if kind in adapter_desk.KINDS:
                 if self.closing and kind == messages.LOAD_LORA:
                     raise closing_error()
-                stage = self._stage_for(message.body["model"])
+                stage = self._intake.stage_for(message.body["model"])
                 send = functools.partial(self._outbox.send, client.identity)
                 adapter_desk.answer(message, stage, send, now)
 
@@ -169,72 +139,85 @@ class ClientDesk:
     ) -> None:
         self._outbox.send(client.identity, messages.engine_message(kind, message.id, **body))
 
-    def _submit(self, client: Client, message: messages.ClientMessage, now: float) -> None:
-        """Take in each request of a message for itself; a bad one does not touch the others."""
-        accepted: list[str] = []
-        for index, wire in enumerate(message.body["requests"]):
-            request_id = presentable_id(wire.get("request_id"))
-            try:
-                request = DiffusionRequest.from_wire(wire)
-                request_id = request.request_id
-                self._take_in(client, request, now)
-                accepted.append(request_id)
-            except OmniError as error:
-                self._rejected += 1
-                refusal = messages.error_message(error, message.id, request_id, index)
-                self._outbox.send(client.identity, refusal)
-        self._reply(client, message, messages.ACCEPTED, request_ids=accepted)
+    def _known(self, identity: bytes, now: float) -> Client | None:
+        """Return a client, a new one too; None if there is no place for it."""
+        client = self._clients.get(identity)
+        if client is None and len(self._clients) < self._limits.max_clients:
+            client = Client(identity, self._outbox, self._results, now)
+            self._clients[identity] = client
+        return client
 
-    def _take_in(self, client: Client, request: DiffusionRequest, now: float) -> None:
-        if self.closing:
-            raise closing_error()
-        if any(stage.live(request.request_id) for stage in self._stages.values()):
-            raise DuplicateRequestError(
-                "the request id is in use",
-                field="request_id",
-                value=request.request_id,
-                expected="an id that no live request has",
-            )
-        most = self._limits.max_waiting_requests
-        if sum(stage.num_waiting for stage in self._stages.values()) >= most:
-            raise QueueFullError(
-                f"{most} requests are waiting already",
-                expected="fewer requests at once",
-                hint="Try again later.",
-                retry_after_ms=1000,
-            )
-        stage = self._stage_for(request.model)
-        stage.submit(request, client, now)
-        if not request.detached:
-            client.request_ids.add(request.request_id)
-
-    def _stage_for(self, model: str | None) -> StageRuntime:
-        if model is None:
-            return next(iter(self._stages.values()))
-        if (stage := self._stages.get(model)) is not None:
-            return stage
-        close = nearest(model, set(self._stages))
-        raise UnknownModelError(
-            f"no stage serves model {shorten(model)!r}",
-            field="model",
-            value=model,
-            expected="one of " + ", ".join(self._stages),
-            hint=f"Did you mean {close!r}?" if close else None,
+    def _turn_away(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        """Answer a message of a client for which there is no place, and do nothing else."""
+        self._rejected_messages += 1
+        most = self._limits.max_clients
+        error = QueueFullError(
+            f"{most} clients are connected already",
+            field=messages.NO_PLACE,
+            value=most,
+            expected="fewer clients at once",
+            hint="Try again later.",
+            retry_after_ms=_PLACE_RETRY_MS,
         )
+        self._outbox.send(identity, messages.error_message(error, messages.salvage_id(frames)))
 
     def drop_silent(self, now: float) -> None:
-        """Give up clients that are gone or have been silent for too long."""
-        gone = self._outbox.take_gone()
+        """Give up clients that are gone, silent or do not read, and results that are too old."""
+        unreachable = self._outbox.take_gone()
+        if not unreachable and now < self._next_upkeep:
+            return
+        self._next_upkeep = now + _UPKEEP_S
+        self._intake.note_throughput(now)
+        self._results.expire(now)
+        overfull = set(self._outbox.over(self._limits.max_client_backlog_bytes))
         for client in list(self._clients.values()):
-            if client.identity in gone or now - client.last_seen > CLIENT_TIMEOUT_S:
-                self._drop(client, now)
-                self._outbox.forget(client.identity)
+            if client.identity in unreachable:
+                self._drop(client, "its connection is closed", now)
+            elif client.identity in overfull:
+                kept = self._outbox.bytes_kept(client.identity)
+                self._drop(client, f"it does not read: {kept} bytes are kept for it", now)
+            elif now - client.last_seen > CLIENT_TIMEOUT_S:
+                self._drop(client, f"it was silent for {now - client.last_seen:.1f} s", now)
+        for identity in overfull - self._clients.keys():
+            self._outbox.forget(identity)
 
-    def _drop(self, client: Client, now: float) -> None:
-        """Forget a client and abort what it asked for, except detached requests."""
+    def _drop(self, client: Client, reason: str, now: float) -> None:
+        """Take a client for gone: abort what it asked for, except detached requests."""
+        client.gone = True
+        self._dropped_clients += 1
+        ending = client.ending_with_it
+        level = logging.WARNING if ending else logging.INFO
+        logger.log(
+            level,
+            "client %s is taken for gone, %s; %d of its requests are aborted",
+            client.identity.hex(),
+            reason,
+            len(ending),
+        )
+        self._abort(ending, now)
+        self._results.orphan(client.identity)
+        self._forget(client)
+
+    def _part(self, client: Client, now: float) -> None:
+        """Let a client go that says goodbye; it is told of what ends with it."""
+        client.parted = True
+        self._abort(client.ending_with_it, now)
+        client.gone = True
+        self._results.part(client.identity)
+        self._forget(client)
+
+    def _forget(self, client: Client) -> None:
         self._clients.pop(client.identity, None)
+        self._outbox.forget(client.identity)
+        self._awaiting_ready = [
+            (identity, message_id)
+            for identity, message_id in self._awaiting_ready
+            if identity != client.identity
+        ]
+
+    def _abort(self, request_ids: list[str], now: float) -> None:
         for stage in self._stages.values():
-            stage.abort(list(client.request_ids), now)
+            stage.abort(request_ids, now)
 
     def answer_awaiting_ready(self) -> None:
         """Answer those who wait for the workers, once none is loading any more."""
@@ -268,11 +251,10 @@ class ClientDesk:
             "uptime_s": now - self._started,
             "stopping": self.closing,
             "clients": len(self._clients),
-            "rejected": self._rejected,
+            "clients_dropped": self._dropped_clients,
+            "kept_results": len(self._results),
+            "kept_result_bytes": self._results.num_bytes,
+            "kept_results_dropped": self._results.dropped,
+            "rejected": self._rejected_messages + self._intake.refused,
             "stages": [describe_stage(stage, now) for stage in self._stages.values()],
         }
-
-
-def closing_error() -> EngineClosedError:
-    """Tell a client that the engine takes nothing in any more."""
-    return EngineClosedError("the engine is shutting down", hint="Submit the request again later.")

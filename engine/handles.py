@@ -138,19 +138,26 @@ class RequestHandle:
         self._abort([self.request_id])
 
     def note(self, status: str) -> None:
-        """Record a change; called by the connection."""
+        """Record a change, unless it is none; called by the connection."""
+        if status == self.status:
+            return
         self.status = status
         self._tell(RequestEvent(self.request_id, status))
 
     def note_progress(
         self, step: int, num_steps: int, preview: npt.NDArray[np.uint8] | None
     ) -> None:
-        """Record steps done, unless it has ended already; called by the connection."""
+        """Record steps done, unless it has ended already; called by the connection.
+
+        What is told never goes back, not even when another engine runs the request from its start.
+        """
         with self._ending:
             if self.future.done():
                 return
-        self.step, self.num_steps = step, num_steps
-        self._tell(RequestEvent(self.request_id, "running", step, num_steps, preview))
+        if step <= self.step and preview is None:
+            return
+        self.step, self.num_steps = max(step, self.step), num_steps
+        self._tell(RequestEvent(self.request_id, "running", self.step, num_steps, preview))
 
     def _tell(self, event: RequestEvent) -> None:
         self._events.put(event)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
 from omni_engine.engine.client import OmniClient, OnOutput, OnProgress, Params
+from omni_engine.engine.engine_watch import EngineWatch
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls, LoRACalls
 from omni_engine.engine.process import EngineProcess
@@ -17,6 +18,8 @@ from omni_engine.engine.prompts import Prompt
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.stages.settings import Settings, load_settings
+
+_WATCH_ENDS_S = 5.0
 
 
 def _settings(model: str | None, config: str | Path | None, options: dict[str, Any]) -> Settings:
@@ -31,7 +34,8 @@ def _settings(model: str | None, config: str | Path | None, options: dict[str, A
 class Omni(LoRACalls):
     """An engine in a process of its own, for as long as this object lives.
 
-    Use it as a context manager, or call ``close``.
+    Use it as a context manager, or call ``close``. If the process ends before, everything pending,
+    and every later call, ends with ``EngineClosedError`` at once.
 
     Args:
         model: "bundled", a hub id or a local folder; the bundled model when neither ``model`` nor
@@ -58,6 +62,7 @@ class Omni(LoRACalls):
         self._engine = EngineProcess(self.settings.config)
         try:
             self.client = OmniClient(self._engine.endpoint, connect_timeout_s=30)
+            self._watch = EngineWatch(self._engine.pid, self.client.engine_ended)
             self.client.wait_until_ready(startup_timeout_s)
         except BaseException:  # whatever it is: clean up, then pass it on
             self.close()
@@ -99,6 +104,7 @@ class Omni(LoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        timeout_s: float | None = None,
         on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
         """Submit one request to follow; see ``OmniClient.submit``."""
@@ -109,6 +115,7 @@ class Omni(LoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            timeout_s=timeout_s,
             on_event=on_event,
         )
 
@@ -129,6 +136,8 @@ class Omni(LoRACalls):
         if hasattr(self, "client"):
             self.client.close()
         self._engine.close()
+        if hasattr(self, "_watch"):
+            self._watch.join(_WATCH_ENDS_S)
 
     def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
         return self.client._call(kind, timeout_s, **body)
@@ -163,6 +172,7 @@ class AsyncOmni(AsyncLoRACalls):
         self._startup_timeout_s = startup_timeout_s
         self._engine: EngineProcess | None = None
         self._client: AsyncOmniClient | None = None
+        self._watch: EngineWatch | None = None
 
     @property
     def client(self) -> AsyncOmniClient:
@@ -182,6 +192,7 @@ class AsyncOmni(AsyncLoRACalls):
             self._client = await AsyncOmniClient(
                 self._engine.endpoint, connect_timeout_s=30
             ).connect()
+            self._watch = EngineWatch(self._engine.pid, self._client.engine_ended)
             await self._client.wait_until_ready(self._startup_timeout_s)
         except BaseException:  # whatever it is: clean up, then pass it on
             await self.close()
@@ -197,6 +208,7 @@ class AsyncOmni(AsyncLoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncRequestHandle:
         """Submit one request to follow; see ``AsyncOmniClient.submit``."""
         return await self.client.submit(
@@ -206,6 +218,7 @@ class AsyncOmni(AsyncLoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            timeout_s=timeout_s,
         )
 
     async def generate(
@@ -251,6 +264,8 @@ class AsyncOmni(AsyncLoRACalls):
             await self._client.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        if self._watch is not None:
+            await asyncio.to_thread(self._watch.join, _WATCH_ENDS_S)
 
     async def _call(self, kind: str, timeout_s: float | None = None, **body: Any) -> dict[str, Any]:
         return await self.client._call(kind, timeout_s, **body)

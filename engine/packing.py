@@ -1,10 +1,12 @@
-"""Packs requests into submit messages that keep to every limit of the engine."""
+"""Packs what a client says into messages that keep to every limit of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from omni_engine.protocol import codec, messages
+from omni_engine.protocol import codec, fields, messages
+from omni_engine.protocol.errors import InvalidRequestError, MessageTooLargeError
 from omni_engine.protocol.requests import DiffusionRequest
 
 _MESSAGE_BYTES = 64 * 2**20
@@ -20,7 +22,7 @@ def split(
     chunk: list[DiffusionRequest] = []
     used = 0.0
     for request in requests:
-        share = max(size / limit for _, size, limit in sizes(request, most))
+        share = max(size / limit for _, size, limit in _sizes(request, most))
         share = max(share, 4 / messages.MAX_REQUESTS_PER_MESSAGE)
         if chunk and used + share > 1:
             yield chunk
@@ -31,7 +33,41 @@ def split(
         yield chunk
 
 
-def sizes(
+def too_large(request: DiffusionRequest, max_message_bytes: int) -> MessageTooLargeError | None:
+    """Return the error for a request that fits no message; None if it fits one."""
+    for what, size, most in _sizes(request, max_message_bytes):
+        if size > most:
+            return MessageTooLargeError(
+                "the request is too large",
+                field="message",
+                value=f"{size} {what}",
+                expected=f"at most {most} {what}",
+            )
+    return None
+
+
+def batches(request_ids: Sequence[str]) -> Iterator[list[str]]:
+    """Split request ids into as many as one message may name."""
+    for start in range(0, len(request_ids), messages.MAX_REQUESTS_PER_MESSAGE):
+        yield list(request_ids[start : start + messages.MAX_REQUESTS_PER_MESSAGE])
+
+
+def encode_call(kind: str, message_id: int, body: Mapping[str, Any]) -> list[Any]:
+    """Return the frames of a message whose fields the user chose.
+
+    Raises:
+        InvalidRequestError: if one of them can't be sent.
+    """
+    for name, value in body.items():
+        if isinstance(value, str):
+            fields.text().apply(name, value)
+    try:
+        return codec.encode(messages.client_message(kind, message_id, **body))
+    except TypeError as error:
+        raise InvalidRequestError(f"the call {kind} can't be sent: {error}") from None
+
+
+def _sizes(
     request: DiffusionRequest, max_message_bytes: int
 ) -> tuple[tuple[str, int, int], tuple[str, int, int], tuple[str, int, int]]:
     """Return (unit, size of a message with this request alone, most) for every limit."""

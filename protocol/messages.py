@@ -66,6 +66,8 @@ MAX_REQUESTS_PER_MESSAGE = 4096
 MAX_CLIENT_CHARS = 200
 MAX_PATH_CHARS = 4096
 MAX_LORA_NAME_CHARS = 200
+NO_PLACE = "max_clients"
+"""The ``field`` of the ``queue_full`` error for every message of a client that has no place."""
 
 
 def _lora_name(value: object) -> str:

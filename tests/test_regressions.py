@@ -182,8 +182,8 @@ def test_a_client_that_was_stopped_still_gets_its_result(pattern_engine: Omni) -
     code = (
         "import sys; from omni_engine import OmniClient, OmniDiffusionSamplingParams as P\n"
         "from omni_engine.engine import connection\n"
-        "connection.PING_INTERVAL_S, connection.ENGINE_TIMEOUT_S = 0.1, 0.5\n"
-        "client = OmniClient(sys.argv[1])\n"
+        "connection.PING_INTERVAL_S = 0.1\n"
+        "client = OmniClient(sys.argv[1], reconnect_timeout_s=0.5)\n"
         "handle = client.submit('a', P(extra_args={'sleep_ms': 2000}))\n"
         "next(e for e in handle.events() if e.status == 'running'); print('runs', flush=True)\n"
         "print(handle.result().error)"
