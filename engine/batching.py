@@ -32,6 +32,19 @@ class RequestStatus(enum.Enum):
         return self not in (RequestStatus.WAITING, RequestStatus.RUNNING)
 
 
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The key of a request that may be what its worker died of: no other has it.
+
+    Args:
+        key: the request's own.
+        request_id: the request.
+    """
+
+    key: Hashable
+    request_id: str
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """A live request as a scheduler keeps it; compared by identity.
@@ -66,6 +79,11 @@ class QueuedRequest:
     abort_requested: bool = False
     prev: QueuedRequest | None = None
     next: QueuedRequest | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what its worker died of."""
+        return isinstance(self.key, Suspect)
 
 
 @dataclass(frozen=True, slots=True)

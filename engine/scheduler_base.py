@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from omni_engine.engine.batching import QueuedRequest, RequestStatus, SchedulerConfig
+from omni_engine.engine.batching import (
+    QueuedRequest,
+    RequestStatus,
+    SchedulerConfig,
+    Suspect,
+)
 from omni_engine.engine.policies import make_policy
 from omni_engine.engine.request_group import RequestGroup
-from omni_engine.engine.suspects import Suspect, is_suspect
 from omni_engine.engine.waiting_queue import GroupId, WaitingQueue
 
 _LOOK_FURTHER = 32
@@ -206,7 +210,7 @@ class SchedulerBase:
         again = [request for request in lost if not request.abort_requested]
         for request in again:
             request.status, request.worker_id = RequestStatus.WAITING, None
-            if alone and not is_suspect(request):
+            if alone and not request.is_suspect:
                 request.key = Suspect(request.key, request.request_id)
         self._put_back(again)
         return [request.request_id for request in aborted]

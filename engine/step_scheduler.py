@@ -19,7 +19,7 @@ from omni_engine.engine.request_group import RequestGroup
 from omni_engine.engine.residency import Residency, ResidentWorker, StepAssignment
 from omni_engine.engine.residency_table import ResidencyTable
 from omni_engine.engine.scheduler_base import SchedulerBase, batch_weights
-from omni_engine.engine.suspects import HeldSuspects, is_suspect
+from omni_engine.engine.suspects import HeldSuspects
 from omni_engine.engine.waiting_queue import GroupId
 
 __all__ = ["StepAssignment", "StepScheduler"]
@@ -187,8 +187,8 @@ class StepScheduler(SchedulerBase):
         return super().drain_waiting()
 
     def _put_back(self, requests: list[QueuedRequest]) -> None:
-        self._suspects.hold(filter(is_suspect, requests))
-        self._queue.put_back([one for one in requests if not is_suspect(one)])
+        self._suspects.hold([one for one in requests if one.is_suspect])
+        self._queue.put_back([one for one in requests if not one.is_suspect])
 
     # Admission
 

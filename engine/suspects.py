@@ -5,31 +5,12 @@ Pure, as the schedulers are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
-from omni_engine.engine.batching import QueuedRequest
+from omni_engine.engine.batching import QueuedRequest, Suspect
 from omni_engine.engine.residency import Residency, ResidentWorker
 from omni_engine.engine.residency_table import ResidencyTable
 from omni_engine.engine.waiting_queue import GroupId
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """The key of a request that may be what its worker died of: no other has it.
-
-    Args:
-        key: the request's own.
-        request_id: the request.
-    """
-
-    key: Hashable
-    request_id: str
-
-
-def is_suspect(request: QueuedRequest) -> bool:
-    """Whether a request may be what its worker died of."""
-    return isinstance(request.key, Suspect)
 
 
 class HeldSuspects:

@@ -8,6 +8,7 @@ list, and what must be found by age is kept in heaps over the groups' heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -170,7 +171,10 @@ class WaitingQueue:
         group_id = (request.key, request.adapter)
         group = self._groups.get(group_id)
         if group is None:
-            group = RequestGroup(request.key, request.adapter, self._limits)
+            limits = self._limits
+            if request.is_suspect:
+                limits = replace(limits, max_num_seqs=1)  # its batch is full: it waits for nobody
+            group = RequestGroup(request.key, request.adapter, limits)
             self._groups[group_id] = group
         return group
 

@@ -133,6 +133,18 @@ def test_request_mode_only_what_kills_fails(
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
 
 
+def test_a_suspect_waits_for_no_company() -> None:
+    scheduler = RequestScheduler(
+        SchedulerConfig(max_num_seqs=4, request_batch_max_wait_ms=60_000.0)
+    )
+    for name in "abcd":
+        scheduler.add(name, key="k", adapter=None, now=0.0)
+    (batch,) = scheduler.schedule([WorkerSlot("w")], 0.0)
+    scheduler.requeue(batch.request_ids, 1.0, alone=True)
+    (batch,) = scheduler.schedule([WorkerSlot("w")], 1.0)
+    assert batch.request_ids == ("a",)
+
+
 def with_suspects(count: int) -> StepScheduler:
     """A scheduler whose worker died with so many requests."""
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=8))
