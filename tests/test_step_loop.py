@@ -249,8 +249,8 @@ def test_a_failure_ends_one_request_with_all_its_pictures(method: str) -> None:
     assert sorted(pipeline.released) == ["a/0", "b/0", "b/1", "c/0"]
 
 
-def test_too_few_predictions_end_the_step_and_say_so() -> None:
-    """Running each alone would hide it, at the cost of a failed forward every tick."""
+def test_too_few_predictions_of_pictures_that_are_right_alone_end_them_all() -> None:
+    """Going on with each alone would hide it, at the cost of a failed forward every tick."""
 
     class Forgetful(Counting):
         def denoise_step(self, batch: StepBatch, states: Sequence[StepRequestState]) -> Any:
@@ -261,7 +261,38 @@ def test_too_few_predictions_end_the_step_and_say_so() -> None:
     loop.join([request("a"), request("b")])
     errors = [output.error for output in run(loop).values()]
     assert [error.code for error in errors if error is not None] == ["pipeline_contract"] * 2
-    assert len(pipeline.batches) == 1
+    assert [members for _, members in pipeline.batches] == [["a/0", "b/0"], ["a/0"], ["b/0"]]
+
+
+def test_too_few_predictions_are_the_error_of_the_request_that_gets_none_alone() -> None:
+    class Rejecting(Counting):
+        def denoise_step(self, batch: StepBatch, states: Sequence[StepRequestState]) -> Any:
+            made = super().denoise_step(batch, states)
+            return made[:-1] if any(state.request_id == "b" for state in states) else made
+
+    loop = loop_of(Rejecting())
+    loop.join([request(name) for name in "abc"])
+    outputs = run(loop)
+    assert outputs["a"].ok
+    assert outputs["c"].ok
+    assert outputs["b"].error is not None
+    assert outputs["b"].error.code == "pipeline_contract"
+
+
+@pytest.mark.parametrize("made", [RuntimeError("not one"), SystemExit(3)])
+def test_a_state_that_cannot_be_made_is_its_requests_error(made: BaseException) -> None:
+    class Picky(Counting):
+        def make_state(self, request: DiffusionRequest, row: int) -> StepRequestState:
+            if request.request_id == "b" and row == 1:
+                raise made
+            return StepRequestState(request, row)
+
+    loop = loop_of(Picky())
+    loop.join([request("a"), request("b", n=2)])
+    outputs = run(loop)
+    assert outputs["a"].ok
+    assert outputs["b"].error is not None
+    assert outputs["b"].error.code == "model_error"
 
 
 class Unsteady(Counting):

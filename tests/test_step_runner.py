@@ -276,7 +276,7 @@ def test_room_for_adapters_is_made_for_who_was_passed_over_for_long(
     assert [output.request_id for output in finish(worker, 3)] == order
 
 
-def test_a_tick_that_fails_as_a_whole_ends_its_group_only() -> None:
+def test_an_encode_of_several_that_raises_ends_its_culprit_only() -> None:
     class Broken(Counting):
         def prepare_encode_batch(self, states: Any) -> list[Any]:
             for state in states:
@@ -291,9 +291,25 @@ def test_a_tick_that_fails_as_a_whole_ends_its_group_only() -> None:
     worker.send(0, ticks=1)
     outputs = {o.request_id: o for report in worker.run() for o in report.outputs}
     assert outputs["a"].ok
-    for name in "bc":
-        assert outputs[name].error is not None
-        assert "the step failed: RuntimeError: all at once" in str(outputs[name].error)
+    assert outputs["c"].ok
+    assert outputs["b"].error is not None
+    assert "RuntimeError: all at once" in str(outputs["b"].error)
+
+
+def test_a_tick_that_fails_as_a_whole_ends_its_group_only() -> None:
+    class Broken(Counting):
+        @property
+        def post_decode_batch(self) -> Any:
+            raise KeyboardInterrupt
+
+    broken = Worker(Broken())
+    broken.send(0, request("a", 5), ticks=1)
+    broken.send(1, request("b", 1), request("c", 2), ticks=2)
+    broken.send(0, ticks=1)
+    outputs = {o.request_id: o for report in broken.run() for o in report.outputs}
+    assert sorted(outputs) == ["b", "c"]
+    assert all("KeyboardInterrupt" in str(output.error) for output in outputs.values())
+    assert broken.runner.has_turn is False
 
 
 def test_an_abort_is_answered_in_the_next_tick_whoevers_turn_it_is() -> None:

@@ -20,6 +20,8 @@ from omni_engine.protocol.errors import AdapterError, OmniError
 from omni_engine.worker.adapter_bank import AdapterBank, Urgency
 from omni_engine.worker.adapter_placement import AdapterPlacer
 from omni_engine.worker.adapter_weights import AdapterWeights
+from omni_engine.worker.failures import bare
+from omni_engine.worker.progress import main_thread
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class AdapterLoader:
         self._checks: deque[tuple[int, str, str]] = deque()
         self._order = itertools.count()
         self._reported_at = 0.0
+        self._job_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
@@ -138,10 +141,15 @@ class AdapterLoader:
                     self._unpark(load)
                     self._enqueue(load)
 
+    def loading_ms(self) -> float:
+        """Return for how long the thread has been at its present file; 0 while it waits."""
+        since = self._job_since
+        return 0.0 if since is None else (time.monotonic() - since) * 1000
+
     def wait(self, loads: Iterable[Load]) -> None:
-        """Wait until all of them ended, or one failed."""
+        """Wait until all of them ended, or one failed; from the main thread only."""
         loads = list(loads)
-        with self._changed:
+        with main_thread.waiting(), self._changed:
             self._changed.wait_for(
                 lambda: any(load.error for load in loads) or all(load.done for load in loads)
             )
@@ -169,10 +177,12 @@ class AdapterLoader:
     def _run(self) -> None:
         with torch.no_grad():  # grad mode is a thread's own
             while (job := self._next_job()) is not None:
+                self._job_since = time.monotonic()
                 try:
                     job()
                 except Exception:  # boundary: one job; the thread must go on
                     logger.exception("the adapter loader failed")
+                self._job_since = None
 
     def _next_job(self) -> Callable[[], None] | None:
         """Wait for something to do; None when closed."""
@@ -267,7 +277,7 @@ class AdapterLoader:
     def _finish(self, load: Load, error: OmniError | None) -> None:
         with self._changed:
             if not load.done:
-                load.error, load.done = error, True
+                load.error, load.done = error and bare(error), True
                 self._loads.pop(load.adapter.digest, None)
                 self._unpark(load)
                 self._changed.notify_all()

@@ -99,6 +99,10 @@ class AdapterRuntime:
             for adapter in () if activation is None else activation.adapters:
                 self._loader.load(adapter, Urgency.EXPECTED)
 
+    def loading_ms(self) -> float:
+        """Return for how long the loader thread has been at its present file; 0 while it waits."""
+        return self._loader.loading_ms()
+
     def held(self) -> AdaptersHeld:
         """Return what is in memory, and what adapters cost so far."""
         return self._bank.held()

@@ -36,6 +36,7 @@ from omni_engine.worker.declared import declared_capabilities
 from omni_engine.worker.diffusers_adapter import DiffusersPipeline
 from omni_engine.worker.fusion_report import FusionReport
 from omni_engine.worker.link import EngineLink
+from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.mixing_certification import certify_mixing
 from omni_engine.worker.model_identity import certificate_key
 from omni_engine.worker.signatures import diffusers_capabilities
@@ -60,7 +61,11 @@ def is_plain_diffusers(pipe: Any) -> bool:
 
 
 def build_pipeline(
-    pipe: Any, spec: WorkerSpec, aborts: AbortFlags, adapters: AdapterAccess | None = None
+    pipe: Any,
+    spec: WorkerSpec,
+    aborts: AbortFlags,
+    adapters: AdapterAccess | None = None,
+    memory: MemoryCaps | None = None,
 ) -> tuple[Any, PipelineCapabilities]:
     """Return what serves plans, and what it can do.
 
@@ -69,6 +74,7 @@ def build_pipeline(
         spec: the worker's settings.
         aborts: consulted between steps.
         adapters: makes requests' adapters active; None if the pipeline takes none.
+        memory: remembers how many rows a forward has room for.
 
     Raises:
         UnsupportedOptionError: if a setting can't take effect on the pipeline.
@@ -87,7 +93,7 @@ def build_pipeline(
     if (certificate := store.load()) is None:
         logger.info("trying out how requests can share forwards, once for this model ...")
         certificate = certified_anew(pipe, store)
-    pipeline = wrap(pipe, spec, certificate.report, aborts, adapters)
+    pipeline = wrap(pipe, spec, certificate.report, aborts, adapters, memory)
     mixes = pipeline.capabilities.mixes_adapters
     may_call_lists = not (settings["step_execution"] or settings["deterministic"] or mixes)
     family = family_of(type(pipe).__name__)
@@ -142,6 +148,7 @@ def wrap(
     report: FusionReport,
     aborts: AbortFlags,
     adapters: AdapterAccess | None = None,
+    memory: MemoryCaps | None = None,
 ) -> DiffusersPipeline:
     """Return a diffusers pipeline under both contracts, sharing what was certified."""
     settings = spec.engine_args
@@ -161,6 +168,7 @@ def wrap(
         prompt_cache_size=settings["prompt_cache_size"],
         adapters=adapters,
         mix_adapters=capabilities.mixes_adapters,
+        memory=memory,
     )
     if settings["step_execution"]:
         private = capabilities.per_request | (_PRIVATE_WHEN_STEPPED & capabilities.sampling_fields)

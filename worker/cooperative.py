@@ -5,8 +5,8 @@ methods of the shared modules are suspension points: a call from inside a reques
 suspended with its arguments. The stepper groups suspended calls, runs one forward per group, and
 resumes every greenlet with its part of the result, up to its next call or its end.
 
-A call whose form is not understood runs alone; when a shared forward fails its members run alone
-and only the culprit gets the error.
+A call whose form is not understood runs alone; when a shared forward fails its members run alone,
+or in halves if memory ran out, and only the culprit gets the error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
 from omni_engine.worker.call_rules import Kind
 from omni_engine.worker.cooperative_call import Answer as Answer
 from omni_engine.worker.cooperative_call import CooperativeCall as CooperativeCall
+from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.prompt_cache import PromptCache
 from omni_engine.worker.shared_forwards import SharedForwards
 from omni_engine.worker.suspension import Role, SuspensionPoint
@@ -42,6 +43,7 @@ class CooperativeStepper:
         observed: how the arguments of a module combine, as far as probing found out.
         adapters: makes each request's adapters active in its forwards.
         mix_adapters: whether calls under different adapters share a denoiser's forwards.
+        memory: remembers how many rows a forward has room for.
 
     Attributes:
         live: the calls under way.
@@ -62,6 +64,7 @@ class CooperativeStepper:
         observed: Mapping[torch.nn.Module, Mapping[str, Kind]] | None = None,
         adapters: AdapterAccess | None = None,
         mix_adapters: bool = False,
+        memory: MemoryCaps | None = None,
     ) -> None:
         self._pipe = pipe
         self.adapters = adapters or NoAdapters()
@@ -73,6 +76,7 @@ class CooperativeStepper:
             prompts=self.prompts,
             adapters=self.adapters,
             mix_adapters=mix_adapters,
+            memory=memory or MemoryCaps(),
         )
         self.live: list[CooperativeCall] = []
         self._points: list[SuspensionPoint] = []
@@ -104,7 +108,7 @@ class CooperativeStepper:
 
     @property
     def fallbacks(self) -> int:
-        """Shared forwards that failed, so that their members ran alone."""
+        """Shared forwards that failed, so that their members ran in smaller ones."""
         return self._shared.fallbacks
 
     @property

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from omni_engine.worker.failures import bare
 from omni_engine.worker.observed_scheduler import estimate_clean_sample, replace_sample
 from omni_engine.worker.process_state import ProcessState, RandomState
 from omni_engine.worker.step_counts import StepCounts
 from omni_engine.worker.suspension import Role, Suspended, SuspensionPoint
 from omni_engine.worker.views import make_view
+
+logger = logging.getLogger(__name__)
+
+_MOST_THROWS = 3
+"""How often a request is asked to end that catches even that."""
 
 
 class Answer(NamedTuple):
@@ -38,7 +45,7 @@ class CooperativeCall:
     Attributes:
         pending: what it is suspended in, or None.
         result: what the call returned.
-        error: what it raised; its traceback is dropped, since it would keep tensors alive.
+        error: what it raised, bare.
         done: whether it has ended.
         aborted: whether it was ended by ``abort``.
         counts: of its denoiser forwards.
@@ -92,7 +99,7 @@ class CooperativeCall:
         """Enter the request with what its call came to and run it to its next call or its end."""
         answer = answer or Answer()
         if answer.error is not None:
-            error = answer.error.with_traceback(None)
+            error = bare(answer.error)
             self._enter(lambda: self._greenlet.throw(error))
             return
         pending = self.pending
@@ -102,8 +109,13 @@ class CooperativeCall:
 
     def abort(self) -> None:
         """Unwind the request; its tensors are free when this returns."""
-        if not self.done:
+        for _ in range(_MOST_THROWS):
+            if self.done:
+                return
             self._enter(lambda: self._greenlet.throw(GreenletExit()))
+        logger.warning("request %s: its pipeline can't be stopped and is left behind", self.owner)
+        self.pending = self._greenlet = None
+        self.done = self.aborted = True
 
     def on_step(
         self, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -136,8 +148,8 @@ class CooperativeCall:
             self.result = self._view(**self._arguments)
         except GreenletExit:
             self.aborted = True
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
-            self.error = error.with_traceback(None)
+        except BaseException as error:  # noqa: BLE001  # boundary: one request, even if it calls exit()
+            self.error = bare(error)
         finally:
             self.done = True
             self.clean_sample = None

@@ -24,6 +24,7 @@ from omni_engine.worker.previews import PreviewMaker
 from omni_engine.worker.results import make_output
 from omni_engine.worker.row_calls import CallBuilder, Row, rows_of, sample_rate_of, unpack
 from omni_engine.worker.samplers import with_sampler
+from omni_engine.worker.step_calls import error_of, result_of
 from omni_engine.worker.step_counts import StepCounts
 from omni_engine.worker.suspension import Role
 from omni_engine.worker.wave import OnStates, run_wave
@@ -156,20 +157,13 @@ class DiffusersPipeline:
         self, states: Sequence[CooperativeState]
     ) -> list[BaseException | None]:
         """Begin the calls of several pictures, which share their text encoders' forwards."""
-        for state in states:
-            row, request = Row(state.request, state.row), state.request
-            state.call = self.stepper.start(
-                self._builder.single(row),
-                row.seed,
-                request.request_id,
-                scheduler=with_sampler(self.pipe, request.sampling_params.sampler, row.seed),
-                preview_every=request.preview_every if state.row == 0 else None,
-            )
-        calls = [state.call for state in states if state.call is not None]
-        self.stepper.encode(calls)
-        for state in states:
-            _note_progress(state)
-        return [call.error for call in calls]
+        errors = [error_of(self._start, state) for state in states]
+        self.stepper.encode([state.call for state in states if state.call is not None])
+        for index, state in enumerate(states):
+            if state.call is not None:
+                errors[index] = state.call.error
+                _note_progress(state)
+        return errors
 
     def denoise_step(
         self, batch: StepBatch, states: Sequence[CooperativeState]
@@ -211,16 +205,27 @@ class DiffusersPipeline:
         row = Row(state.request, state.row)
         return self._previews.make(_call(state), self._builder.single(row), row.seed)
 
+    def _start(self, state: CooperativeState) -> None:
+        row, request = Row(state.request, state.row), state.request
+        state.call = self.stepper.start(
+            self._builder.single(row),
+            row.seed,
+            request.request_id,
+            scheduler=with_sampler(self.pipe, request.sampling_params.sampler, row.seed),
+            preview_every=request.preview_every if state.row == 0 else None,
+        )
+
     def _result(self, state: CooperativeState) -> Any:
         call = _call(state)
         if call.error is not None:
             return call.error
-        if not call.done:
-            return None
-        try:
-            return unpack(call.result, latents=Row(state.request, state.row).wants_latents)[0]
-        except ModelError as error:
-            return error
+        return result_of(self._made, call, state) if call.done else None
+
+    def _made(self, call: CooperativeCall, state: CooperativeState) -> Any:
+        made = unpack(call.result, latents=Row(state.request, state.row).wants_latents)
+        if len(made) != 1:
+            raise ModelError(f"the pipeline returned {len(made)} results for one picture")
+        return made[0]
 
 
 def _call(state: CooperativeState) -> CooperativeCall:

@@ -22,6 +22,7 @@ import zmq
 
 from omni_engine.protocol import adapters, codec, plans
 from omni_engine.worker.abort import AbortFlags
+from omni_engine.worker.progress import main_thread
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,16 @@ class AdapterKeeper(Protocol):
     def expect(self, activations: Iterable[adapters.AdapterActivation | None]) -> None:
         """Load what a plan that has just arrived needs."""
 
+    def loading_ms(self) -> float:
+        """For how long the loader has been at its present file; 0 while it waits."""
+
+
+class Limits(Protocol):
+    """What a worker has learnt about its memory."""
+
+    def shown(self) -> dict[str, int]:
+        """Return the most rows of a forward by its kind."""
+
 
 class EngineLink(threading.Thread):
     """Connects the worker's main thread with the engine.
@@ -66,7 +77,7 @@ class EngineLink(threading.Thread):
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._adapter_keeper: AdapterKeeper | None = None
         self._sending = threading.Lock()
-        self._last_progress = time.monotonic()
+        self._memory: Limits | None = None
         self._context = zmq.Context()
         self._engine = self._context.socket(zmq.DEALER)
         self._engine.setsockopt(zmq.IDENTITY, identity.encode())
@@ -80,7 +91,7 @@ class EngineLink(threading.Thread):
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message about the main thread's work to the engine."""
-        self._last_progress = time.monotonic()
+        main_thread.mark()
         self.post(message)
 
     def post(self, message: dict[str, Any]) -> None:
@@ -98,12 +109,21 @@ class EngineLink(threading.Thread):
         """Hand what concerns adapters to their keeper as soon as it arrives."""
         self._adapter_keeper = keeper
 
+    def tell_of_memory(self, memory: Limits) -> None:
+        """Show in heartbeats what is learnt about memory."""
+        self._memory = memory
+
     def receive(self, *, wait: bool = True) -> dict[str, Any] | None:
         """Return the next message: a plan or STOP; None if there is none and ``wait`` is False."""
+        if wait:
+            with main_thread.waiting():
+                return self._inbox.get()
         try:
-            return self._inbox.get(block=wait)
+            message = self._inbox.get_nowait()
         except queue.Empty:
             return None
+        main_thread.mark()
+        return message
 
     def close(self) -> None:
         """Deliver what is queued and end the thread; called from the main thread only."""
@@ -176,4 +196,9 @@ class EngineLink(threading.Thread):
         return True
 
     def _beat(self) -> None:
-        self._engine.send_multipart(codec.encode(plans.Heartbeat(0.0).to_wire()))
+        beat = plans.Heartbeat(
+            main_thread.working_ms(),
+            0.0 if self._adapter_keeper is None else self._adapter_keeper.loading_ms(),
+            {} if self._memory is None else self._memory.shown(),
+        )
+        self._engine.send_multipart(codec.encode(beat.to_wire()))

@@ -28,8 +28,8 @@ from omni_engine.worker.certification import (
     run_requests,
     tolerance_of,
 )
+from omni_engine.worker.failures import text_of
 from omni_engine.worker.fusion_report import FusionReport
-from omni_engine.worker.results import text_of
 from omni_engine.worker.synthetic import RequestMaker, certification_requests
 from omni_engine.worker.views import text_encoders
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from omni_engine.worker.cooperative import Answer, CooperativeCall, CooperativeStepper
-from omni_engine.worker.results import text_of
+from omni_engine.worker.failures import text_of
 from omni_engine.worker.row_calls import unpack
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,9 @@ end tells the worker that the engine is gone.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import resource
 import signal
 import sys
 import time
@@ -30,6 +32,9 @@ _SWITCH_INTERVAL_S = 0.0005
 def main() -> int:
     """Run a worker until the engine stops it or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()  # a worker that is ended for its silence tells what it was at
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file holds all of the model
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         spec = WorkerSpec.from_wire(pipes.read_message(0))
@@ -61,7 +66,9 @@ def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Callable[[]
         serve, ready = _build(spec, link, aborts)
     except OmniError:
         raise
-    except Exception as error:  # boundary: the process; whatever loading raises, the engine is told
+    except (
+        BaseException
+    ) as error:  # boundary: the process; whatever loading raises, the engine is told
         logger.exception("loading failed")
         raise ModelLoadError(
             f"loading failed: {type(error).__name__}: {error}", field="model", value=spec.model
@@ -81,19 +88,22 @@ def _build(
     from omni_engine.worker.adapter_access import NoAdapters
     from omni_engine.worker.building import build_pipeline, start_adapters
     from omni_engine.worker.loading import load_pipeline, parameter_bytes
+    from omni_engine.worker.memory import MemoryCaps
     from omni_engine.worker.serving import serve_batches, serve_steps
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
         if not logger.isEnabledFor(logging.INFO):
             library.set_verbosity_error()
+    memory = MemoryCaps()
+    link.tell_of_memory(memory)
     pipe = load_pipeline(spec)
     runtime = start_adapters(pipe, spec, link)
-    pipeline, capabilities = build_pipeline(pipe, spec, aborts, runtime)
+    pipeline, capabilities = build_pipeline(pipe, spec, aborts, runtime, memory)
     ready = {"capabilities": capabilities.to_wire(), "parameter_bytes": parameter_bytes(pipe)}
     serve = serve_steps if spec.engine_args["step_execution"] else serve_batches
     adapters = runtime or NoAdapters()
-    return partial(serve, pipeline, capabilities, adapters, spec, link, aborts), ready
+    return partial(serve, pipeline, capabilities, adapters, spec, link, aborts, memory), ready
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,12 @@ from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import DiffusionRequestBatch, check_results
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_access import AdapterAccess, under_shared
-from omni_engine.worker.results import pipeline_error, text_of
+from omni_engine.worker.failures import bare, log_failure, pipeline_error
+from omni_engine.worker.finite import check_output
+from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.request_kinds import kind_of_request
+from omni_engine.worker.retries import SharedRun
+from omni_engine.worker.step_calls import error_of, result_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,7 @@ class RequestRunner:
         aborts: requests aborted meanwhile.
         worker_id: reported in each output.
         report: told how far the requests are, at most every 50 ms but for previews.
+        memory: remembers how many rows a forward of the pipeline's own has room for.
     """
 
     def __init__(
@@ -43,7 +49,9 @@ class RequestRunner:
         aborts: AbortFlags,
         worker_id: str,
         report: Callable[[StepReport], None],
+        memory: MemoryCaps | None = None,
     ) -> None:
+        self._memory = memory or MemoryCaps()
         self._pipeline = pipeline
         self._reports_progress = "on_states" in inspect.signature(pipeline.forward).parameters
         self._report = report
@@ -57,56 +65,71 @@ class RequestRunner:
     def run(self, plan: BatchPlan) -> list[DiffusionOutput]:
         """Run a plan; return exactly one output per request, in order, and never raise."""
         self._plan_id = plan.plan_id
+        logger.info("plan %d: a batch of %d", plan.plan_id, len(plan.requests))
+        logger.debug("plan %d: %s", plan.plan_id, [r.request_id for r in plan.requests])
         for request, activation in zip(plan.requests, plan.activations, strict=True):
             self._adapters.assign(request.request_id, activation)
-        try:
-            return self._run_under_adapters(plan)
-        except OmniError as error:
-            return [self._failed(request, error) for request in plan.requests]
-        finally:
-            self._aborts.clear(request.request_id for request in plan.requests)
-            self._adapters.release(request.request_id for request in plan.requests)
+        made = result_of(self._run_under_adapters, plan)
+        if isinstance(made, BaseException):
+            made = [self._failed(request, pipeline_error(made)) for request in plan.requests]
+        for output in made:
+            if isinstance(output.error, OmniError):  # a pipeline's own; other things are refused
+                log_failure(output.request_id, bare(output.error))
+        self._aborts.clear(request.request_id for request in plan.requests)
+        self._adapters.release(request.request_id for request in plan.requests)
+        outputs: list[DiffusionOutput] = made
+        return outputs
 
     def _run_under_adapters(self, plan: BatchPlan) -> list[DiffusionOutput]:
         size = len(plan.requests) if self._batched else 1
         outputs: list[DiffusionOutput] = []
         with under_shared(self._adapters, plan.activations):
             for start in range(0, len(plan.requests), size):
-                outputs += self._run_members(plan.requests[start : start + size])
+                members = plan.requests[start : start + size]
+                outputs += self._run_members(members, are_all=len(members) == len(plan.requests))
         for output in outputs:
-            if output.error is None:
-                output.applied_loras = self._adapters.applied(output.request_id)
+            applied = self._adapters.applied(output.request_id) if output.error is None else []
+            output.applied_loras = applied
         return outputs
 
-    def _run_members(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
-        """Run requests together; if that fails, one by one, so that only the culprit fails."""
-        if len(members) == 1:
-            return [self._run_alone(members[0])]
-        try:
-            return self._forward(members)
-        except RequestAbortedError as error:  # raised only when all of them were aborted
-            return [self._failed(member, error) for member in members]
-        except Exception as error:  # noqa: BLE001  # boundary: one batch
-            logger.warning(
-                "a batch of %d failed (%s); its members are run alone",
-                len(members),
-                text_of(error),
-            )
-        return [_on_its_own(self._run_alone(member)) for member in members]
+    def _run_members(
+        self, members: Sequence[DiffusionRequest], *, are_all: bool
+    ) -> list[DiffusionOutput]:
+        """Run requests together; if that fails, in smaller parts, so that only a culprit fails."""
 
-    def _run_alone(self, request: DiffusionRequest) -> DiffusionOutput:
-        if self._aborts.is_set(request.request_id):
-            return self._failed(request, RequestAbortedError("the request was aborted"))
-        try:
-            return self._forward((request,))[0]
-        except OmniError as error:
-            return self._failed(request, error)
-        except Exception as error:  # boundary: one request
-            logger.exception("request %s failed in the pipeline", request.request_id)
+        def attempt(part: Sequence[DiffusionRequest]) -> list[DiffusionOutput] | BaseException:
+            outputs = self._attempt(part)
+            if isinstance(outputs, BaseException) or (are_all and len(part) == len(members)):
+                return outputs
+            return [_on_its_own(output) for output in outputs]
+
+        kind = kind_of_request(self._pipeline, members[0])
+        run = SharedRun("a batch", kind, attempt, lambda r: r.num_outputs, self._memory)
+        results = run.run(members)
+        return [self._checked(*pair) for pair in zip(members, results, strict=True)]
+
+    def _checked(
+        self, request: DiffusionRequest, result: DiffusionOutput | BaseException
+    ) -> DiffusionOutput:
+        error = result if isinstance(result, BaseException) else error_of(check_output, result)
+        if error is not None:
             return self._failed(request, pipeline_error(error))
+        assert isinstance(result, DiffusionOutput)
+        return result
 
-    def _forward(self, members: tuple[DiffusionRequest, ...]) -> list[DiffusionOutput]:
-        batch = DiffusionRequestBatch(members)
+    def _attempt(
+        self, members: Sequence[DiffusionRequest]
+    ) -> list[DiffusionOutput] | BaseException:
+        """Run requests in one forward; return their outputs, or what was raised."""
+        if len(members) == 1 and self._aborts.is_set(members[0].request_id):
+            return RequestAbortedError("the request was aborted")
+        outputs: list[DiffusionOutput] | BaseException = result_of(self._forward, members)
+        if isinstance(outputs, RequestAbortedError):  # raised only when all of them were aborted
+            return [self._failed(member, outputs) for member in members]
+        return outputs
+
+    def _forward(self, members: Sequence[DiffusionRequest]) -> list[DiffusionOutput]:
+        batch = DiffusionRequestBatch(tuple(members))
         started = time.perf_counter()
         progress = {"on_states": self._on_states} if self._reports_progress else {}
         outputs = check_results(batch, self._pipeline.forward(batch, **progress))

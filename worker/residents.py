@@ -122,10 +122,11 @@ def metrics_of(resident: Resident) -> OutputMetrics:
     counts = max(
         (getattr(p.state, "counts", None) or p.counts for p in resident.pictures),
         key=lambda counts: counts.forwards,
+        default=StepCounts(),
     )
     return OutputMetrics(
         run_ms=(time.perf_counter() - resident.started) * 1000,
-        num_steps=min(picture.step_index for picture in resident.pictures),
+        num_steps=min((picture.step_index for picture in resident.pictures), default=0),
         num_forwards=counts.forwards,
         mean_batch_size=counts.mean,
         max_batch_size=max(1, counts.largest),

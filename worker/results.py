@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from omni_engine.protocol.errors import ModelError, OmniError, PipelineContractError
+from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.worker.finite import check_finite
 from omni_engine.worker.tensors import tensor_to_wire, to_sound, to_uint8
 
 MAX_PREVIEW_SIDE = 256
@@ -37,10 +38,12 @@ def make_output(
 
     Raises:
         PipelineContractError: if that is none of these, or latents that nobody asked for.
+        ModelError: if there are values in it that are no finite numbers.
     """
     wants_latents = request.sampling_params.output_type == "latent"
     for item in made:
         _check_kind(item, wants_latents=wants_latents)
+        check_finite(item)
     output = DiffusionOutput(request.request_id, seed=request.seed, metrics=metrics)
     if isinstance(made[0], torch.Tensor):
         output.latents = tensor_to_wire(torch.stack(list(made)))
@@ -54,13 +57,13 @@ def make_output(
 
 
 def _check_kind(item: Any, *, wants_latents: bool) -> None:
-    is_result = isinstance(item, np.ndarray) and item.size > 0
+    is_result = isinstance(item, np.ndarray) and item.size > 0 and item.dtype.kind in "fuib"
     if is_result or (wants_latents and isinstance(item, torch.Tensor)):
         return
     raise PipelineContractError(
         "the pipeline's result is nothing that a request can get",
         field="post_decode",
-        value=f"{type(item).__name__} {tuple(getattr(item, 'shape', ()))}",
+        value=f"{type(item).__name__} {getattr(item, 'dtype', '')} {getattr(item, 'shape', '')}",
         expected="a numpy array of shape (height, width, 3) or (frames, height, width, 3), "
         'or a tensor if output_type is "latent"',
     )
@@ -79,18 +82,3 @@ def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
     image = Image.fromarray(to_uint8(np.nan_to_num(np.clip(frame, 0, None))))
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     return np.asarray(image)
-
-
-def pipeline_error(error: BaseException) -> OmniError:
-    """Return a typed error for whatever a pipeline raised."""
-    if isinstance(error, OmniError):
-        return error
-    return ModelError(f"the pipeline failed: {text_of(error)}")
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's class and text; of one whose text can't be had, its class."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  # boundary: a pipeline's own error class
-        return type(error).__name__

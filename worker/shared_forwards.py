@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 
+from omni_engine.protocol.errors import OutOfMemoryError
 from omni_engine.worker.adapter_access import AdapterAccess
 from omni_engine.worker.cooperative_call import Answer, CooperativeCall
+from omni_engine.worker.failures import bare, text_of
 from omni_engine.worker.fusion import Call, CannotSplitError, Fusion
+from omni_engine.worker.memory import MemoryCaps, is_out_of_memory, release_memory
 from omni_engine.worker.process_state import ProcessState
 from omni_engine.worker.prompt_cache import PromptCache
+from omni_engine.worker.request_kinds import kind_of_call
+from omni_engine.worker.retries import SharedRun
+from omni_engine.worker.step_calls import error_of, result_of
 from omni_engine.worker.suspension import Role, Suspended, SuspensionPoint
 
 logger = logging.getLogger(__name__)
@@ -40,11 +46,12 @@ class SharedForwards:
         prompts: remembers encoders' outputs.
         adapters: makes each request's adapters active in its forwards.
         mix_adapters: whether calls under different adapters share a denoiser's forwards.
+        memory: remembers how many rows a forward has room for.
 
     Attributes:
         forwards: denoiser forwards that ran.
         rows: rows in them.
-        fallbacks: shared forwards that failed, so that their members ran alone.
+        fallbacks: shared forwards that failed, so that their members ran in smaller ones.
     """
 
     def __init__(
@@ -56,8 +63,10 @@ class SharedForwards:
         prompts: PromptCache,
         adapters: AdapterAccess,
         mix_adapters: bool,
+        memory: MemoryCaps,
     ) -> None:
         self.fused = fused
+        self._memory = memory
         self._max_rows, self._pad_calls_to = max_rows, pad_calls_to
         self._padded = Fusion(pad_calls_to=pad_calls_to if fused else None)
         self._plain = Fusion()
@@ -108,8 +117,8 @@ class SharedForwards:
         """Return the remembered answer to a suspended encoder call, or None."""
         if call.pending is None or call.pending.point.role is not Role.ENCODE:
             return None
-        found = self.prompts.get(self._prompt_key(call, call.pending))
-        return None if found is None else Answer(found)
+        found = result_of(self.prompts.get, self._prompt_key(call, call.pending))
+        return None if found is None or isinstance(found, BaseException) else Answer(found)
 
     def distinct(self, calls: Iterable[CooperativeCall]) -> list[CooperativeCall]:
         """Return one encoder call of each prompt: the others can be answered from memory then."""
@@ -128,16 +137,21 @@ class SharedForwards:
         call.modes.apply()
         try:
             with self._adapters.rows(point.component, [(waiting.owner, call.rows)]):
-                return Answer(point.original(*call.positional, **call.arguments))
-        except Exception as error:  # noqa: BLE001  # boundary: one request
-            return Answer(error=error.with_traceback(None))
+                return Answer(point.run(*call.positional, **call.arguments))
+        except BaseException as error:  # noqa: BLE001  # boundary: one request
+            return Answer(error=bare(error))
         finally:
             hub.modes.apply()
 
     def _prompt_key(self, call: CooperativeCall, suspended: Suspended) -> Hashable | None:
         """Return what must be equal for two encoder calls to have the same output."""
         identity = self._adapters.identity(call.owner, suspended.point.component)
-        return self.prompts.key(suspended.call, identity)
+        try:
+            return self.prompts.key(suspended.call, identity)
+        except Exception as error:  # noqa: BLE001  # boundary: one call, whose arguments may be anything
+            logger.warning("a call of %s can't be remembered: %s",
+                           type(suspended.point.module).__name__, error)  # fmt: skip
+            return None
 
     def _key(self, owner: str, suspended: Suspended) -> Hashable:
         """Return what must be equal for calls to share a forward."""
@@ -151,7 +165,7 @@ class SharedForwards:
             mixes = self._mix_adapters and point.role is Role.DENOISE
             identity = None if mixes else self._adapters.identity(owner, point.component)
             return (id(point), identity, self._fusion_of(point).key(call))
-        except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001  # boundary: one call, whose arguments may be anything
             logger.warning("a call of %s can't be shared: %s", type(point.module).__name__, error)
             return id(call)
 
@@ -176,32 +190,59 @@ class SharedForwards:
         """Return the most rows and the most calls of one forward."""
         if first.point.role is Role.DECODE:
             return math.inf, max(1, _SHARED_DECODE_POSITIONS // max(1, _positions(first.call)))
-        if first.point.role is Role.DENOISE and self._pad_calls_to is not None:
-            return math.inf, self._pad_calls_to
+        if self._is_padded(first.point):
+            return math.inf, self._pad_calls_to or 1
         return self._max_rows, math.inf
+
+    def _is_padded(self, point: SuspensionPoint) -> bool:
+        return point.role is Role.DENOISE and self._pad_calls_to is not None
 
     def _run_group(
         self, members: Sequence[Waiting], answers: dict[CooperativeCall, Answer]
     ) -> None:
+        """Run one forward, or smaller ones if it fails; each call gets its answer."""
+        _, (point, first) = members[0]
+        run = SharedRun(
+            f"a forward of {type(point.module).__name__}",
+            kind_of_call(first),
+            self._attempt_padded if self._is_padded(point) else self._attempt,
+            lambda member: member[1].call.rows,
+            self._memory,
+        )
+        for (call, _), result in zip(members, run.run(members), strict=True):
+            failed = isinstance(result, BaseException)
+            answers[call] = Answer(error=result) if failed else Answer(result)
+
+    def _attempt(self, members: Sequence[Waiting]) -> list[Any] | BaseException:
+        """Run one forward; return each call's part of its output, or what it raised."""
         point = members[0][1].point
         try:
             outputs = self._forward(point, members)
-        except Exception as error:  # noqa: BLE001  # boundary: one batch
+        except BaseException as error:  # noqa: BLE001  # boundary: one batch
             if len(members) > 1:
                 self.fallbacks += 1
                 point.splits &= not isinstance(error, CannotSplitError)
-                logger.warning("a forward shared by %d failed (%s); each runs alone",
-                               len(members), error)  # fmt: skip
-                for member in members:
-                    self._run_group([member], answers)
-                return
-            answers[members[0][0]] = Answer(error=error.with_traceback(None))
-            return
+            return bare(error)
         requests = len({call.owner for call, _ in members})
-        for (call, _), output in zip(members, outputs, strict=True):
-            if point.role is Role.DENOISE:
+        if point.role is Role.DENOISE:
+            for call, _ in members:
                 call.counts.add(requests)
-            answers[call] = Answer(output)
+        return outputs
+
+    def _attempt_padded(self, members: Sequence[Waiting]) -> list[Any] | BaseException:
+        """Run one forward of a size that may not change: halves would be no smaller."""
+        outcome = self._attempt(members)
+        if not (isinstance(outcome, BaseException) and is_out_of_memory(outcome)):
+            return outcome
+        release_memory()
+        return [
+            OutOfMemoryError(
+                "the forward does not fit into the device's memory, and with deterministic each "
+                f"one holds {self._pad_calls_to} requests: {text_of(outcome)}",
+                hint="Lower max_num_seqs, or ask for smaller pictures.",
+            )
+            for _ in members
+        ]
 
     def _forward(self, point: SuspensionPoint, waiting: Sequence[Waiting]) -> list[Any]:
         fusion, hub = self._fusion_of(point), ProcessState.current()
@@ -213,12 +254,13 @@ class SharedForwards:
             arguments = fusion.fuse(calls)
             owners = [(owner_of[id(call)], call.rows) for call in fusion.members(calls)]
             with self._adapters.rows(point.component, owners):
-                output = point.original(*calls[0].positional, **arguments)
+                output = point.run(*calls[0].positional, **arguments)
             parts = fusion.split(output, calls, arguments)
         finally:
             hub.modes.apply()
         for key, part in zip(keys, parts, strict=False):  # none but for encoders
-            self.prompts.put(key, part)
+            if (failure := error_of(self.prompts.put, key, part)) is not None:
+                logger.warning("an encoded prompt is not remembered: %s", text_of(failure))
         if point.role is Role.DENOISE:
             self.forwards += 1
             self.rows += sum(call.rows for call in calls)

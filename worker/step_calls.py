@@ -12,7 +12,9 @@ import torch
 
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.stages.contracts import StepBatch, StepRequestState
-from omni_engine.worker.results import make_preview, text_of
+from omni_engine.worker.failures import bare, text_of
+from omni_engine.worker.progress import main_thread
+from omni_engine.worker.results import make_preview
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +48,20 @@ def parts_of(predictions: Any, states: Sequence[StepRequestState]) -> list[Any]:
 
 
 def error_of(method: Callable[..., Any], *arguments: Any) -> BaseException | None:
-    """Call a method; return what it raised, without the frames that would keep tensors alive."""
-    try:
-        method(*arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
-        return error.with_traceback(None)
-    return None
+    """Call a method; return what it raised, bare."""
+    result = result_of(method, *arguments)
+    return result if isinstance(result, BaseException) else None
 
 
 def result_of(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a method returns, or what it raised."""
+    """Return what a method returns, or what it raised, bare."""
+    main_thread.mark()
     try:
         return method(*arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: one request
-        return error.with_traceback(None)
+    except BaseException as error:  # noqa: BLE001  # boundary: one request, even if it calls exit()
+        return bare(error)
+    finally:
+        main_thread.mark()
 
 
 def preview_of(
@@ -68,6 +70,6 @@ def preview_of(
     """Return a small picture of a state, or None."""
     try:
         return make_preview(preview(state))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: a preview; the request goes on
+    except BaseException as error:  # noqa: BLE001  # boundary: a preview; the request goes on
         logger.warning("preview() failed: %s", text_of(error))
         return None

@@ -11,22 +11,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from omni_engine.protocol.errors import OmniError, PipelineContractError, RequestAbortedError
-from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.outputs import DiffusionOutput, OutputMetrics
 from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
+from omni_engine.worker.failures import log_failure, pipeline_error, text_of
+from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.newcomers import Newcomers
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
-from omni_engine.worker.results import make_output, pipeline_error, text_of
-from omni_engine.worker.step_calls import batch_of, error_of, parts_of, preview_of, result_of
+from omni_engine.worker.results import make_output
+from omni_engine.worker.step_calls import error_of, preview_of, result_of
+from omni_engine.worker.step_methods import StepMethods
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class StepLoop:
         max_stall_ms: see above, in milliseconds.
         one_at_a_time: for pipelines that can't have two pictures under way.
         adapters: tells whether a request's adapters are loaded; one whose are not joins later.
+        memory: remembers how many pictures a forward of the pipeline's own has room for.
     """
 
     def __init__(
@@ -59,8 +63,10 @@ class StepLoop:
         max_stall_ms: float = math.inf,
         one_at_a_time: bool = False,
         adapters: AdapterAccess | None = None,
+        memory: MemoryCaps | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._methods = StepMethods(pipeline, memory or MemoryCaps())
         self._is_aborted = is_aborted
         self._max_stall_ms = max_stall_ms
         self._one_at_a_time = one_at_a_time
@@ -94,11 +100,11 @@ class StepLoop:
     def join(self, requests: Iterable[DiffusionRequest]) -> None:
         """Take requests in; they are encoded in the next tick."""
         for request in requests:
-            pictures = [
-                Picture(request.request_id, self._make_state(request, row))
-                for row in range(request.num_outputs)
-            ]
-            self._residents[request.request_id] = Resident(request, pictures, time.perf_counter())
+            made: list[Picture] | BaseException = result_of(self._pictures_of, request)
+            error = pipeline_error(made) if isinstance(made, BaseException) else None
+            pictures = [] if isinstance(made, BaseException) else made
+            resident = Resident(request, pictures, time.perf_counter(), error)
+            self._residents[request.request_id] = resident
             self._newcomers.extend(pictures)
 
     def tick(self) -> list[DiffusionOutput]:
@@ -155,6 +161,10 @@ class StepLoop:
 
     # -- the parts of a tick
 
+    def _pictures_of(self, request: DiffusionRequest) -> list[Picture]:
+        rows = range(request.num_outputs)
+        return [Picture(request.request_id, self._make_state(request, row)) for row in rows]
+
     def _pictures(self) -> Iterable[Picture]:
         for resident in self._residents.values():
             if resident.error is None:
@@ -175,7 +185,7 @@ class StepLoop:
         if not chunk:
             return
         started = time.perf_counter()
-        errors = self._prepare([picture.state for picture in chunk])
+        errors = self._methods.prepare([picture.state for picture in chunk])
         self._encode_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
         for picture, raised in zip(chunk, errors, strict=True):
             error = raised if raised is not None else error_of(picture.note_progress)
@@ -183,17 +193,11 @@ class StepLoop:
             if error is not None:
                 self._fail(picture, error)
 
-    def _prepare(self, states: Sequence[StepRequestState]) -> list[BaseException | None]:
-        if hasattr(self._pipeline, "prepare_encode_batch"):
-            found: list[BaseException | None] = self._pipeline.prepare_encode_batch(states)
-            return found
-        return [error_of(self._pipeline.prepare_encode, state) for state in states]
-
     def _denoise(self) -> None:
         running = [picture for picture in self._pictures() if picture.denoising]
         if not running:
             return
-        for picture, prediction in zip(running, self._predict(running), strict=True):
+        for picture, prediction in zip(running, self._methods.predict(running), strict=True):
             if isinstance(prediction, BaseException):
                 self._fail(picture, prediction)
                 continue
@@ -212,36 +216,13 @@ class StepLoop:
         self._pipeline.step_scheduler(picture.state, prediction)
         picture.note_progress()
 
-    def _predict(self, pictures: Sequence[Picture]) -> list[Any]:
-        """Return one prediction per picture, an exception for one that failed."""
-        states = [picture.state for picture in pictures]
-        predictions = result_of(
-            lambda: parts_of(self._pipeline.denoise_step(batch_of(states), states), states)
-        )
-        if not isinstance(predictions, BaseException):
-            self._count_forward(pictures)
-            return list(predictions)
-        if len(pictures) == 1 or isinstance(predictions, PipelineContractError):
-            return [predictions] * len(pictures)
-        logger.warning(
-            "a step of %d pictures failed (%s); each is run alone",
-            len(pictures),
-            text_of(predictions),
-        )
-        return [self._predict([picture])[0] for picture in pictures]
-
-    def _count_forward(self, pictures: Sequence[Picture]) -> None:
-        requests = len({picture.request_id for picture in pictures})
-        for picture in pictures:
-            picture.counts.add(requests)
-
     def _decode(self) -> None:
         waiting = [picture for picture in self._pictures() if picture.undecoded]
         chunk = waiting[: self._decode_pace.fitting(self._stall_ms())]
         if not chunk:
             return
         started = time.perf_counter()
-        results = self._finish([picture.state for picture in chunk])
+        results = self._methods.finish([picture.state for picture in chunk])
         self._decode_pace.note(len(chunk), (time.perf_counter() - started) * 1000)
         for picture, result in zip(chunk, results, strict=True):
             picture.result = None if isinstance(result, BaseException) else result
@@ -252,13 +233,6 @@ class StepLoop:
                 self._fail(picture, error)
             elif picture.ticks_without_step > _MAX_TICKS_WITHOUT_STEP:
                 self._fail(picture, _stuck(picture))
-
-    def _finish(self, states: Sequence[StepRequestState]) -> list[Any]:
-        """Return one picture per state, an exception for a failure, None if it goes on."""
-        if hasattr(self._pipeline, "post_decode_batch"):
-            found: list[Any] = self._pipeline.post_decode_batch(states)
-            return found
-        return [result_of(self._pipeline.post_decode, state) for state in states]
 
     # -- ends
 
@@ -286,12 +260,12 @@ class StepLoop:
         metrics = metrics_of(resident)
         output = None
         if resident.error is None:
-            try:
-                rate = getattr(self._pipeline, "sample_rate", None)
-                output = make_output(request, [p.result for p in resident.pictures], metrics, rate)
-            except Exception as error:  # noqa: BLE001  # boundary: what a pipeline made may be anything
-                resident.error = pipeline_error(error)
+            results = [picture.result for picture in resident.pictures]
+            output = result_of(self._output, request, results, metrics)
+            if isinstance(output, BaseException):  # what a pipeline made may be anything
+                resident.error = pipeline_error(output)
         if resident.error is not None:
+            log_failure(request.request_id, resident.error)
             output = DiffusionOutput.failed(request.request_id, resident.error, request.seed)
             output.metrics = metrics
         if (release := getattr(self._pipeline, "release", None)) is not None:
@@ -299,8 +273,14 @@ class StepLoop:
                 if (failure := error_of(release, picture.state)) is not None:
                     logger.warning("release() failed: %s", text_of(failure))
         resident.pictures.clear()
-        assert output is not None
+        assert isinstance(output, DiffusionOutput)
         return output
+
+    def _output(
+        self, request: DiffusionRequest, results: list[Any], metrics: OutputMetrics
+    ) -> DiffusionOutput:
+        rate = getattr(self._pipeline, "sample_rate", None)
+        return make_output(request, results, metrics, rate)
 
 
 def _stuck(picture: Picture) -> PipelineContractError:

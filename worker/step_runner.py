@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni_engine.protocol.adapters import AdapterActivation
-from omni_engine.protocol.errors import ModelError, OmniError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_access import AdapterAccess, under_shared
-from omni_engine.worker.results import text_of
+from omni_engine.worker.failures import pipeline_error
+from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.step_calls import result_of
 from omni_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class StepRunner:
         max_stall_ms: see ``StepLoop``.
         max_skip_ms: how long a plan is passed over at most that lacks nothing but room.
         one_at_a_time: see ``StepLoop``.
+        memory: see ``StepLoop``.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class StepRunner:
         max_stall_ms: float = math.inf,
         max_skip_ms: float = math.inf,
         one_at_a_time: bool = False,
+        memory: MemoryCaps | None = None,
     ) -> None:
+        self._memory = memory or MemoryCaps()
         self._pipeline, self._adapters, self._aborts = pipeline, adapters, aborts
         self._worker_id = worker_id
         self._max_skip_ms = max_skip_ms
@@ -95,12 +99,17 @@ class StepRunner:
                 max_stall_ms=self._max_stall_ms,
                 one_at_a_time=self._one_at_a_time,
                 adapters=self._adapters,
+                memory=self._memory,
             )
             group = self._groups[plan.group_id] = _Group(loop)
         if group is not None:
             for request, activation in zip(plan.requests, plan.activations, strict=True):
                 self._adapters.assign(request.request_id, activation)
             group.activations.update(plan.activations)
+            if plan.requests:
+                ids = [request.request_id for request in plan.requests]
+                logger.info("plan %d: %d join group %d", plan.plan_id, len(ids), plan.group_id)
+                logger.debug("plan %d: %s", plan.plan_id, ids)
             group.loop.join(plan.requests)
         if plan.ticks:
             self._turns.append(_Turn(plan.plan_id, plan.group_id, plan.ticks))
@@ -142,15 +151,14 @@ class StepRunner:
         return not len(loop) or loop.runnable
 
     def _tick(self, group: _Group) -> list[DiffusionOutput]:
-        try:
-            with under_shared(self._adapters, group.activations):
-                return group.loop.tick()
-        except OmniError as error:
-            return group.loop.fail_all(error)
-        except Exception as error:  # boundary: one group; its requests end, the worker goes on
-            logger.exception("a tick failed")
-            reason = f"the step failed: {text_of(error)}"
-            return group.loop.fail_all(ModelError(reason))
+        outputs: list[DiffusionOutput] | BaseException = result_of(self._tick_under, group)
+        if isinstance(outputs, BaseException):  # one group's requests end, the worker goes on
+            return group.loop.fail_all(pipeline_error(outputs))
+        return outputs
+
+    def _tick_under(self, group: _Group) -> list[DiffusionOutput]:
+        with under_shared(self._adapters, group.activations):
+            return group.loop.tick()
 
     def _completed(self, outputs: list[DiffusionOutput]) -> list[DiffusionOutput]:
         for output in outputs:

@@ -11,6 +11,7 @@ from greenlet import getcurrent
 
 from omni_engine.worker.call_rules import Kind
 from omni_engine.worker.fusion import Call, CallReader
+from omni_engine.worker.progress import main_thread
 
 _ENCODER_ROWS = {"input_ids": Kind.ROWS, "attention_mask": Kind.ROWS}
 
@@ -46,7 +47,6 @@ class SuspensionPoint:
         observed: how its arguments combine, as far as probing found out.
 
     Attributes:
-        original: the method as it was.
         direct_calls: calls from outside of any request's greenlet.
         splits: whether outputs of shared calls can be split; one that could not is not shared
             again.
@@ -62,12 +62,20 @@ class SuspensionPoint:
     ) -> None:
         self.module, self.role, self.component = module, role, component
         self._method = "decode" if role is Role.DECODE else "forward"
-        self.original: Callable[..., Any] = getattr(module, self._method)
+        self._original: Callable[..., Any] = getattr(module, self._method)
         rules = {**(observed or {}), **(_ENCODER_ROWS if role is Role.ENCODE else {})}
-        self._reader = CallReader(module, self.original, rules)
+        self._reader = CallReader(module, self._original, rules)
         self.direct_calls = 0
         self.splits = True
         setattr(module, self._method, self._wrapper())
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as it was."""
+        main_thread.mark()
+        try:
+            return self._original(*args, **kwargs)
+        finally:
+            main_thread.mark()
 
     def remove(self) -> None:
         """Restore the method."""
@@ -78,7 +86,7 @@ class SuspensionPoint:
             request = getattr(getcurrent(), "call", None)
             if request is None:
                 self.direct_calls += 1
-                return self.original(*args, **kwargs)
+                return self.run(*args, **kwargs)
             return request.suspend(Suspended(self, self._read(args, kwargs)))
 
         suspending.__signature__ = self._reader.signature  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepState
 from omni_engine.stages.contracts import DiffusionRequestBatch
 from omni_engine.worker.adapter_access import AdapterAccess
+from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.step_loop import StepLoop
 
 OnStates = Callable[[list[StepState], dict[str, npt.NDArray[np.uint8]]], None]
@@ -26,6 +27,7 @@ def run_wave(
     *,
     one_at_a_time: bool = False,
     adapters: AdapterAccess | None = None,
+    memory: MemoryCaps | None = None,
 ) -> list[DiffusionOutput]:
     """Run a batch on a pipeline that fulfils the stepwise contract.
 
@@ -36,11 +38,14 @@ def run_wave(
         on_states: told of progress.
         one_at_a_time: finish a picture before the next begins.
         adapters: see ``StepLoop``.
+        memory: see ``StepLoop``.
 
     Returns:
         One output per request, in order; a failed one carries its error.
     """
-    loop = StepLoop(pipeline, is_aborted, one_at_a_time=one_at_a_time, adapters=adapters)
+    loop = StepLoop(
+        pipeline, is_aborted, one_at_a_time=one_at_a_time, adapters=adapters, memory=memory
+    )
     loop.join(batch.requests)
     outputs: dict[str, DiffusionOutput] = {}
     while len(loop):
@@ -57,21 +62,31 @@ class WavePipeline:
         pipeline: fulfils the stepwise contract.
         is_aborted: whether a request was aborted.
         one_at_a_time: finish a picture before the next begins.
+        memory: see ``StepLoop``.
     """
 
     supports_request_batch = True
 
     def __init__(
-        self, pipeline: Any, is_aborted: Callable[[str], bool], *, one_at_a_time: bool = False
+        self,
+        pipeline: Any,
+        is_aborted: Callable[[str], bool],
+        *,
+        one_at_a_time: bool = False,
+        memory: MemoryCaps | None = None,
     ) -> None:
         self._pipeline, self._is_aborted = pipeline, is_aborted
-        self._one_at_a_time = one_at_a_time
+        self._one_at_a_time, self._memory = one_at_a_time, memory
 
     def forward(
         self, batch: DiffusionRequestBatch, on_states: OnStates | None = None
     ) -> list[DiffusionOutput]:
         """Run the batch; one output per request, in order."""
-        one_at_a_time = self._one_at_a_time
         return run_wave(
-            self._pipeline, batch, self._is_aborted, on_states, one_at_a_time=one_at_a_time
+            self._pipeline,
+            batch,
+            self._is_aborted,
+            on_states,
+            one_at_a_time=self._one_at_a_time,
+            memory=self._memory,
         )

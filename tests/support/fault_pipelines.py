@@ -281,7 +281,7 @@ class FaultyDiffusion(StableDiffusionPipeline):
 
     def _take_flags(self, values: torch.Tensor, scale: float = 1.0) -> list[str]:
         """Return the marked prompts whose flags are in a tensor, and set the flags to 0."""
-        flags = [round(value * scale / _FLAG) for value in values.flatten().tolist()]
+        flags = [round(v) for v in (values.nan_to_num() * scale / _FLAG).flatten().tolist()]
         values[torch.tensor(flags) > 0] = 0
         return [self._prompts[flag - 1] for flag in flags if flag > 0]
 
