@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import zmq
 
 from omni_engine.protocol.errors import ConfigError
+from omni_engine.protocol.socket_locks import release_lock, take_lock
 from omni_engine.stages.curve_checks import is_beyond_loopback
 
 _IPC = "ipc://"
@@ -32,6 +32,12 @@ def default_endpoint() -> str:
         else (Path(tempfile.gettempdir()) / f"omni-engine-{os.getuid()}")
     )
     return f"{_IPC}{folder}/engine"
+
+
+def socket_file(endpoint: str) -> Path | None:
+    """Return the file of an ``ipc://`` endpoint; None for one that has none."""
+    has_file = endpoint.startswith(_IPC) and not endpoint.startswith(f"{_IPC}@")
+    return Path(endpoint.removeprefix(_IPC)) if has_file else None
 
 
 def check_endpoint(endpoint: str, *, encrypted: bool = False) -> None:
@@ -95,8 +101,7 @@ class EndpointLock:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        is_path = endpoint.startswith(_IPC) and not endpoint.startswith(f"{_IPC}@")
-        self._path = Path(endpoint.removeprefix(_IPC)) if is_path else None
+        self._path = socket_file(endpoint)
         self._lock: int | None = None
         self._created_directory = False
 
@@ -135,9 +140,7 @@ class EndpointLock:
     ) -> None:
         if self._path is None or self._lock is None:
             return
-        for path in (self._path, _lock_path(self._path)):
-            path.unlink(missing_ok=True)
-        os.close(self._lock)
+        release_lock(self._path, self._lock)
         if self._created_directory:
             with contextlib.suppress(OSError):  # others may keep files there
                 self._path.parent.rmdir()
@@ -153,19 +156,7 @@ class EndpointLock:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._endpoint == default_endpoint():
             _check_private(folder, self._endpoint)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(_lock_path(path), flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), _lock_path(path).stat()):
-                return descriptor
-        except OSError as error:
-            os.close(descriptor)
-            if isinstance(error, FileNotFoundError):  # its engine has ended and removed it
-                return None
-            raise
-        os.close(descriptor)
-        return None
+        return take_lock(path)
 
 
 def _check_private(folder: Path, endpoint: str) -> None:
@@ -181,7 +172,3 @@ def _check_private(folder: Path, endpoint: str) -> None:
             expected="a directory of your own, of mode 0700",
             hint=f"Run: chmod 700 {folder}" if mine else f"Remove {folder}.",
         )
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")

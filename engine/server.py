@@ -18,7 +18,7 @@ import zmq
 
 from omni_engine.engine.client_desk import ClientDesk, closing_error
 from omni_engine.engine.curve_server import curve_server
-from omni_engine.engine.endpoints import EndpointLock, bind_endpoint
+from omni_engine.engine.endpoints import EndpointLock, bind_endpoint, socket_file
 from omni_engine.engine.health import LoopHealth
 from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
 from omni_engine.engine.private_directory import private_directory
@@ -96,7 +96,9 @@ class EngineServer:
             self._desk = ClientDesk(self._stages, self._config.limits, self.endpoint, self._outbox)
             stack.callback(self._stop_workers)
             stages = self._stages.values()
-            self._stage_of_worker = start_workers(stages, f"ipc://{directory}/workers")
+            self._stage_of_worker = start_workers(
+                stages, f"ipc://{directory}/workers", socket_file(self.endpoint)
+            )
             logger.info("engine listens on %s", self.endpoint)
             self._on_listening(self.endpoint)
             while not self._finished():

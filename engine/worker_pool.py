@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from omni_engine.engine.devices import available_devices, worker_device
@@ -17,12 +18,15 @@ STOP_TIMEOUT_S = 5.0
 """How long a worker may take to leave before it is killed."""
 
 
-def start_workers(stages: Iterable[StageRuntime], endpoint: str) -> dict[str, StageRuntime]:
+def start_workers(
+    stages: Iterable[StageRuntime], endpoint: str, socket: Path | None
+) -> dict[str, StageRuntime]:
     """Start every stage's workers.
 
     Args:
         stages: each gets its workers.
         endpoint: where the engine listens for them.
+        socket: its socket file for clients, if it has one.
 
     Returns:
         The stage of each worker, by worker id.
@@ -32,13 +36,15 @@ def start_workers(stages: Iterable[StageRuntime], endpoint: str) -> dict[str, St
     on_cpu = sum(name == "cpu" for _, name in planned)
     stage_of_worker: dict[str, StageRuntime] = {}
     for stage, name in planned:
-        worker = _start_worker(stage, name, endpoint, on_cpu)
+        worker = _start_worker(stage, name, endpoint, socket, on_cpu)
         stage.workers[worker.worker_id] = worker
         stage_of_worker[worker.worker_id] = stage
     return stage_of_worker
 
 
-def _start_worker(stage: StageRuntime, name: str, endpoint: str, on_cpu: int) -> WorkerHandle:
+def _start_worker(
+    stage: StageRuntime, name: str, endpoint: str, socket: Path | None, on_cpu: int
+) -> WorkerHandle:
     arguments, runtime = stage.stage.engine_args, stage.stage.runtime
     device = worker_device(name)
     threads = runtime.threads
@@ -51,6 +57,7 @@ def _start_worker(stage: StageRuntime, name: str, endpoint: str, on_cpu: int) ->
         model=arguments.resolved_model(),
         device=device.torch_name,
         threads=threads,
+        socket=None if socket is None else str(socket),
     )
     return WorkerHandle(spec, device, arguments, time.monotonic())
 

@@ -51,6 +51,7 @@ class WorkerSpec:
         device: torch device string as this process sees it.
         threads: torch threads; None leaves torch's default.
         incarnation: how many processes the worker had before this one.
+        socket: the engine's socket file for clients, to be taken away should the engine be killed.
     """
 
     worker_id: str
@@ -60,6 +61,7 @@ class WorkerSpec:
     device: str
     threads: int | None = None
     incarnation: int = 0
+    socket: str | None = None
 
     @property
     def identity(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import zmq
 
-from omni_engine.protocol import adapters, codec, plans
+from omni_engine.protocol import adapters, codec, plans, socket_locks
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.progress import main_thread
 
@@ -68,11 +68,19 @@ class EngineLink(threading.Thread):
         endpoint: the engine's socket for workers.
         identity: this process's on it.
         aborts: told about aborted requests as soon as the message arrives.
+        engine_socket: the engine's socket file for clients, if it has one.
     """
 
-    def __init__(self, endpoint: str, identity: str, aborts: AbortFlags) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        identity: str,
+        aborts: AbortFlags,
+        engine_socket: str | None = None,
+    ) -> None:
         super().__init__(name="engine-link", daemon=True)
         self._endpoint = endpoint
+        self._engine_socket = engine_socket
         self._aborts = aborts
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._adapter_keeper: AdapterKeeper | None = None
@@ -162,7 +170,9 @@ class EngineLink(threading.Thread):
         self._outbox_in.close()
 
     def _leave_dead_engine(self) -> NoReturn:
-        """Remove the private directory that the engine can't remove any more, and exit."""
+        """Remove the files that the engine can't remove any more, and exit."""
+        if self._engine_socket is not None:
+            socket_locks.remove_if_abandoned(Path(self._engine_socket))
         folder = Path(self._endpoint.removeprefix("ipc://")).parent
         if folder.name.startswith(plans.PRIVATE_DIRECTORY_PREFIX):
             shutil.rmtree(folder, ignore_errors=True)

@@ -42,7 +42,7 @@ def main() -> int:
         return 1
     start_logging(spec.worker_id, "INFO")
     aborts = AbortFlags()
-    link = EngineLink(spec.endpoint, spec.identity, aborts)
+    link = EngineLink(spec.endpoint, spec.identity, aborts, spec.socket)
     link.start()
     try:
         serve = _load(spec, link, aborts)
