@@ -100,6 +100,9 @@ class SchedulerLife(Protocol):
     def num_running(self) -> int:
         """How many requests run."""
 
+    def held(self) -> dict[str, int]:
+        """Return how much is kept of what requests bring with them; all 0 when none is live."""
+
     def add(
         self,
         request_id: str,

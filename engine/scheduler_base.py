@@ -48,6 +48,10 @@ class SchedulerBase:
         """How many requests run, those whose abort was requested included."""
         return len(self._live) - self.num_waiting
 
+    def held(self) -> dict[str, int]:
+        """Return how much is kept of what requests bring with them; all 0 when none is live."""
+        return {"scheduled": len(self._live), "waiting_groups": len(list(self._queue.groups()))}
+
     def status_of(self, request_id: str) -> RequestStatus | None:
         """Return WAITING or RUNNING; None if the request has ended or was never added."""
         request = self._live.get(request_id)

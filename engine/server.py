@@ -93,7 +93,14 @@ class EngineServer:
             stack.callback(self._worker_socket.close, linger=0)
             self._outbox = Outbox(self._client_socket)
             stack.callback(self._outbox.drain, _DRAIN_S)
-            self._desk = ClientDesk(self._stages, self._config.limits, self.endpoint, self._outbox)
+            self._desk = ClientDesk(
+                self._stages,
+                self._config.limits,
+                self.endpoint,
+                self._outbox,
+                self._config.result_ttl_s,
+                self._health,
+            )
             stack.callback(self._stop_workers)
             stages = self._stages.values()
             self._stage_of_worker = start_workers(

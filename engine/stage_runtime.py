@@ -121,6 +121,18 @@ class StageRuntime:
         errors = (worker.last_error for worker in self.workers.values())
         return next((error for error in errors if error is not None), None)
 
+    def held(self) -> dict[str, int]:
+        """Return how much is kept of what requests bring with them; all 0 when none is live."""
+        workers = self.workers.values()
+        return {
+            "live": len(self._live),
+            "parked": len(self._reception.parking),
+            "deadlines": len(self._deadlines),
+            "running": sum(len(list(self._dispatch.running_on(w.worker_id))) for w in workers),
+            "on_workers": sum(worker.heartbeat.requests for worker in workers),
+            **self._dispatch.scheduler.held(),
+        }
+
     def live(self, request_id: str) -> LiveRequest | None:
         """Return a request that has not ended; None if the id is free."""
         return self._live.get(request_id)

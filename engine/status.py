@@ -29,6 +29,7 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
         "waiting": stage.num_waiting,
         "running": stage.num_running,
+        "held": stage.held(),
         "requests": {
             name: stage.counters[name] for name in ("received", "completed", "failed", "aborted")
         },

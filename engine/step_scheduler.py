@@ -64,6 +64,18 @@ class StepScheduler(SchedulerBase):
         """How many requests wait."""
         return len(self._queue) + len(self._unsent) + len(self._suspects)
 
+    def held(self) -> dict[str, int]:
+        """Return how much is kept of what requests bring with them; all 0 when none is live."""
+        workers = self._table.workers.values()
+        return super().held() | {
+            "placed": len(self._home_of),
+            "unsent": len(self._unsent),
+            "suspects": len(self._suspects),
+            "homeless_groups": len(self._homeless),
+            "resident_groups": sum(len(worker.groups) for worker in workers),
+            "plans": sum(len(worker.outstanding) for worker in workers),
+        }
+
     def waiting_ids(self) -> list[str]:
         """Return the waiting requests' ids in arrival order; costs a sort of all of them."""
         waiting = [*self._queue, *self._unsent.values(), *self._suspects]

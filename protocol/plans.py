@@ -86,11 +86,13 @@ class Heartbeat:
         working_ms: since the main thread last made progress; 0 while it waits for work.
         loading_ms: for how long the adapter loader has been at its present file; 0 while it waits.
         memory_caps: most rows of a forward by its kind, in words, as learnt when memory ran out.
+        requests: how many the process has.
     """
 
     working_ms: float
     loading_ms: float = 0.0
     memory_caps: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         """Return a message for ``codec.encode``."""
@@ -99,7 +101,7 @@ class Heartbeat:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Heartbeat:
         """Rebuild from a decoded message."""
-        return cls(wire["working_ms"], wire["loading_ms"], wire["memory_caps"])
+        return cls(**{f.name: wire[f.name] for f in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ class AbortFlags:
         self._lock = threading.Lock()
         self._aborted: dict[str, bool] = {}
 
+    def __len__(self) -> int:
+        """How many requests are here."""
+        return len(self._aborted)
+
     def expect(self, request_ids: Iterable[str]) -> None:
         """Note requests that have come; only these can be aborted."""
         with self._lock:

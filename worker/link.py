@@ -210,5 +210,6 @@ class EngineLink(threading.Thread):
             main_thread.working_ms(),
             0.0 if self._adapter_keeper is None else self._adapter_keeper.loading_ms(),
             {} if self._memory is None else self._memory.shown(),
+            len(self._aborts),
         )
         self._engine.send_multipart(codec.encode(beat.to_wire()))
