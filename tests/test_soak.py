@@ -102,7 +102,7 @@ class Traffic:
 def test_soak(start_own_engine: Callable[..., Omni]) -> None:
     omni = start_own_engine(
         replicas=2, threads=1, max_num_seqs=4, step_execution=True, worker_restart_backoff_s=0.1,
-        max_worker_deaths=1000,
+        max_worker_deaths=1000, result_ttl_s=5,
     )  # fmt: skip
     began = time.monotonic()
     traffic = Traffic(omni.endpoint, began + SOAK_S)
