@@ -29,7 +29,7 @@ def settings(pipeline: str, step_execution: bool, **more: Any) -> dict[str, Any]
             **plain, **more}  # fmt: skip
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -86,7 +86,7 @@ def test_a_poisonous_request_fails_alone_among_fifty(
     omni = start_own_engine(**settings(pipeline, steps, max_num_seqs=8))
     prompts = [f"prompt {i}" for i in range(50)]
     prompts[17] = "poison [exit=9]"
-    outputs = omni.generate(prompts, [params(seed) for seed in range(50)], timeout_s=120)
+    outputs = omni.generate(prompts, [params(seed) for seed in range(50)], timeout_s=300)
     for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if seed == 17:
             assert output.error is not None
@@ -106,12 +106,13 @@ def test_several_poisonous_requests_shut_nobody_out(
     start_own_engine: Callable[..., Omni], pipeline: str, steps: bool
 ) -> None:
     """Each kills two workers, more than the stage bears: but what they explain doesn't count."""
-    omni = start_own_engine(**settings(pipeline, steps, max_num_seqs=4, max_worker_deaths=4))
+    omni = start_own_engine(**settings(pipeline, steps, max_num_seqs=4, max_worker_deaths=3))
     assert omni.generate("before")[0].ok
-    prompts = [f"poison {i} [exit=9]" if i % 3 == 0 else f"prompt {i}" for i in range(12)]
-    outputs = omni.generate(prompts, [params(seed) for seed in range(12)], timeout_s=120)
+    prompts = [f"poison {i} [exit=9]" if i % 3 == 0 else f"prompt {i}" for i in range(6)]
+    outputs = omni.generate(prompts, [params(seed) for seed in range(6)], timeout_s=300)
     codes = [None if output.error is None else output.error.code for output in outputs]
-    assert codes == ["worker_died_repeatedly", None, None] * 4
+    assert codes == ["worker_died_repeatedly", None, None] * 2
+    assert stage_of(omni)["workers"][0]["restarts"] > 3
 
 
 def test_another_worker_goes_on_while_one_is_replaced(
@@ -132,7 +133,7 @@ def test_another_worker_goes_on_while_one_is_replaced(
 
 
 def test_a_worker_that_dies_again_and_again_is_left_dead(
-    start_own_engine: Callable[..., Omni], monkeypatch: pytest.MonkeyPatch
+    start_own_engine: Callable[..., Omni],
 ) -> None:
     """The stage is down then, tells why with the worker's last words, and refuses fast."""
     omni = start_own_engine(
@@ -140,13 +141,13 @@ def test_a_worker_that_dies_again_and_again_is_left_dead(
     )
     for _ in range(3):
         wait_until(lambda: stage_of(omni)["workers"][0]["state"] == "idle", "it is up")
-        os.kill(stage_of(omni)["workers"][0]["pid"], signal.SIGKILL)
+        os.kill(stage_of(omni)["workers"][0]["pid"], signal.SIGABRT)
         wait_until(lambda: stage_of(omni)["workers"][0]["state"] != "idle", "its death is noticed")
     stage = stage_of(omni)
     assert stage["state"] == "down"
     (worker,) = stage["workers"]
     assert (worker["state"], worker["restarts"], len(worker["deaths"])) == ("dead", 2, 3)
-    assert any("ready in" in line for line in worker["deaths"][-1]["stderr_tail"])
+    assert "Fatal Python error: Aborted" in worker["deaths"][-1]["stderr_tail"]
     (output,) = omni.generate("a")
     assert output.error is not None
     assert output.error.code == "stage_unavailable"
