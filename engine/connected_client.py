@@ -43,6 +43,11 @@ class Client:
     gone: bool = False
 
     @property
+    def label(self) -> str:
+        """Its name in logs."""
+        return self.identity.hex()
+
+    @property
     def ending_with_it(self) -> list[str]:
         """The live requests that end when it leaves."""
         return [request_id for request_id, asked in self.asked.items() if not asked.detached]

@@ -26,6 +26,10 @@ Preview = npt.NDArray[np.uint8]
 class Listener(Protocol):
     """Where a request's life is reported to; one per request."""
 
+    @property
+    def label(self) -> str:
+        """Its name in logs, in printable characters."""
+
     def on_status(self, request_id: str, status: RequestStatus) -> None:
         """The request began to wait or to run."""
 

@@ -151,7 +151,7 @@ class StageRuntime:
         if live.deadline is not None:
             self._deadlines.add(request.request_id, live.deadline)
         self.counters["received"] += 1
-        self._log.accepted(live)
+        self._log.accepted(live, listener.label)
         listener.on_status(request.request_id, RequestStatus.WAITING)
 
     def abort(
@@ -311,7 +311,7 @@ class StageRuntime:
         live.answered = True
         kind = "aborted" if output.aborted else "failed" if output.error else "completed"
         self.counters[kind] += 1
-        self._log.ended(live, output, now)
+        self._log.ended(live, output, now, client=live.listener.label)
         live.listener.on_output(output)
 
     def _end_overdue(self, now: float) -> None:

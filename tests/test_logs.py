@@ -121,6 +121,8 @@ def test_a_wrong_variable_is_named(variable: str, value: str, expected: str) -> 
 class _Nobody:
     """A listener that is told nothing here."""
 
+    label = "00ab"
+
     def on_status(self, request_id: str, status: RequestStatus) -> None: ...
 
     def on_progress(

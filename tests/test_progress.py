@@ -209,6 +209,8 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[int, int, bool]] = []
 
+    label = "00ab"
+
     def on_status(self, request_id: str, status: RequestStatus) -> None:
         raise AssertionError
 

@@ -136,6 +136,8 @@ class Stage:
         self.runtime.submit(build_request("p", params, request_id=request_id), self, self.now)
         self.turn()
 
+    label = "00ab"
+
     def on_status(self, request_id: str, status: RequestStatus) -> None: ...
 
     def on_progress(self, request_id: str, step: int, num: int, preview: Preview | None) -> None:

@@ -22,6 +22,7 @@ from omni_engine.protocol.logs import start_logging
 from omni_engine.protocol.plans import WorkerSpec
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.link import EngineLink
+from omni_engine.worker.progress import main_thread
 
 logger = logging.getLogger("omni_engine.worker.process")  # run as __main__
 
@@ -45,7 +46,8 @@ def main() -> int:
     link = EngineLink(spec.endpoint, spec.identity, aborts, spec.socket)
     link.start()
     try:
-        serve = _load(spec, link, aborts)
+        with main_thread.waiting():  # loading has a limit of its own
+            serve = _load(spec, link, aborts)
         serve()
     except OmniError as error:
         link.send({"type": plans.FAULT, "error": error.to_wire()})
@@ -93,6 +95,8 @@ def _build(
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
+        library.disable_default_handler()  # its lines are ours: one format, nothing unescaped
+        library.enable_propagation()
         if not logger.isEnabledFor(logging.INFO):
             library.set_verbosity_error()
     memory = MemoryCaps()
