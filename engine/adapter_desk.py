@@ -61,6 +61,8 @@ def answer(
             wire = [info.to_wire() for info in stage.adapters.describe(now)]
             send(messages.engine_message(messages.LORAS, message.id, loras=wire))
         case messages.LOAD_LORA:
+            if stage.state == "down":
+                raise stage.unavailable(now)
             _check_room(body["name"], stage, client, limits)
             _load(message, stage, tell, send, client, now)
         case messages.UNLOAD_LORA:

@@ -61,7 +61,12 @@ class Stage:
         modules = [m if isinstance(m, dict) else {"name": m} for m in names]
         for module in modules:
             module["path"] = self.write(module["name"])
-        settings = {"model": "m", "lora_dirs": [str(folder)], "lora_modules": modules}
+        settings = {
+            "model": "m",
+            "lora_dirs": [str(folder)],
+            "lora_modules": modules,
+            "max_worker_deaths": 1,
+        }
         config = {"stage_id": 0, "engine_args": {**settings, **arguments}}
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.runtime = StageRuntime(StageConfig.model_validate(config), Limits(), self._send)
@@ -70,7 +75,7 @@ class Stage:
         self.now = 0.0
         for number in range(workers):
             spec = WorkerSpec(f"w{number}", "ipc://nowhere", {}, "m", "cpu")
-            worker = WorkerHandle(spec, worker_device("cpu"), 0.0)
+            worker = WorkerHandle(spec, worker_device("cpu"), self.runtime.stage.engine_args, 0.0)
             os.kill(worker.pid, signal.SIGSTOP)  # what it says is written here
             self.runtime.workers[spec.worker_id] = worker
 
