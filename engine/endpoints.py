@@ -141,7 +141,7 @@ class EndpointLock:
         if self._path is None or self._lock is None:
             return
         release_lock(self._path, self._lock)
-        if self._created_directory:
+        if self._created_directory or self._endpoint == default_endpoint():
             with contextlib.suppress(OSError):  # others may keep files there
                 self._path.parent.rmdir()
 

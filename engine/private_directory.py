@@ -30,12 +30,16 @@ def private_directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=plans.PRIVATE_DIRECTORY_PREFIX))
     try:
         # Locked before it gets its name: nobody finds it and can lock it.
-        with open(directory / "new", "xb") as alive:
+        with open(directory / "new", "xb", opener=_open_for_us_only) as alive:
             fcntl.flock(alive, fcntl.LOCK_EX)
             os.rename(directory / "new", directory / _ALIVE)
             yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _open_for_us_only(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _remove_abandoned() -> None:

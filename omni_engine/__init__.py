@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_engine.engine.async_client import AsyncOmniClient
     from omni_engine.engine.client import OmniClient
+    from omni_engine.engine.curve import ClientKeys
     from omni_engine.engine.handles import RequestEvent
     from omni_engine.engine.omni import AsyncOmni, Omni
     from omni_engine.protocol.errors import OmniError
@@ -21,6 +22,7 @@ __version__ = version("omni-engine")
 __all__ = [
     "AsyncOmni",
     "AsyncOmniClient",
+    "ClientKeys",
     "DiffusionOutput",
     "DiffusionRequestBatch",
     "LoRAInfo",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "AsyncOmni": "engine.omni",
     "AsyncOmniClient": "engine.async_client",
+    "ClientKeys": "engine.curve",
     "DiffusionOutput": "protocol.outputs",
     "DiffusionRequestBatch": "stages.contracts",
     "LoRAInfo": "protocol.lora_info",

@@ -25,7 +25,7 @@ BLOCK = re.compile(
 )
 RUN_DOCUMENTS = [
     "README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md",
-    "docs/operations.md",
+    "docs/operations.md", "docs/security.md",
 ]  # fmt: skip
 
 
