@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from omni_engine.engine.client import OnProgress, Params, progress_callback
 from omni_engine.engine.connection import ENGINE_TIMEOUT_S, Connection, raise_if_down
+from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
@@ -102,6 +103,7 @@ class AsyncOmniClient(AsyncLoRACalls):
         endpoint: where the engine listens; None for the default endpoint.
         connect_timeout_s: seconds within which the engine must answer.
         reconnect_timeout_s: as of ``OmniClient``.
+        keys: as of ``OmniClient``.
     """
 
     def __init__(
@@ -110,10 +112,12 @@ class AsyncOmniClient(AsyncLoRACalls):
         *,
         connect_timeout_s: float = 10.0,
         reconnect_timeout_s: float = ENGINE_TIMEOUT_S,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
+        self._keys = keys
         self._connected: Connection | None = None
 
     @property
@@ -125,13 +129,18 @@ class AsyncOmniClient(AsyncLoRACalls):
         """Connect to the engine.
 
         Raises:
-            EngineClosedError: if no engine answers.
+            ConfigError: if the endpoint is not one, or a key can't be used.
+            EngineClosedError: if no engine answers, or it refuses the keys.
             ProtocolVersionError: if it speaks another protocol version.
             QueueFullError: if it has no place for another client.
         """
         if self._connected is None:
             self._connected = await asyncio.to_thread(
-                Connection, self._endpoint, self._connect_timeout_s, self._reconnect_timeout_s
+                Connection,
+                self._endpoint,
+                self._connect_timeout_s,
+                self._reconnect_timeout_s,
+                self._keys,
             )
         return self
 

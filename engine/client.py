@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from omni_engine.engine.connection import ENGINE_TIMEOUT_S, Connection, raise_if_down
+from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.handles import RequestEvent, RequestHandle, UserCode
 from omni_engine.engine.lora_calls import LoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
@@ -33,9 +34,11 @@ class OmniClient(LoRACalls):
             stopped, gone or being started again. If it is back by then, requests go on, or run
             anew with the same result if they have a seed; else all that is pending ends with
             ``EngineClosedError``.
+        keys: for an engine that encrypts; needed for ``tcp://`` beyond this machine.
 
     Raises:
-        EngineClosedError: if no engine answers there.
+        ConfigError: if the endpoint is not one, or a key can't be used.
+        EngineClosedError: if no engine answers there, or it refuses the keys.
         ProtocolVersionError: if it speaks another protocol version.
         QueueFullError: if the engine has no place for another client.
     """
@@ -46,8 +49,9 @@ class OmniClient(LoRACalls):
         *,
         connect_timeout_s: float = 10.0,
         reconnect_timeout_s: float = ENGINE_TIMEOUT_S,
+        keys: ClientKeys | None = None,
     ) -> None:
-        self._connection = Connection(endpoint, connect_timeout_s, reconnect_timeout_s)
+        self._connection = Connection(endpoint, connect_timeout_s, reconnect_timeout_s, keys)
 
     @property
     def endpoint(self) -> str:

@@ -17,6 +17,7 @@ import zmq
 import omni_engine
 from omni_engine.engine import adapter_desk
 from omni_engine.engine.connected_client import Client
+from omni_engine.engine.health import LoopHealth, describe_health
 from omni_engine.engine.intake import Intake, closing_error
 from omni_engine.engine.outbox import Outbox
 from omni_engine.engine.results import ResultStore
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 15.0
 """A client that was silent for so long is taken for gone; clients ping every few seconds."""
-
-RESULT_TTL_S = 60.0
-"""How long a result is kept for its client unless the configuration says otherwise."""
 
 _UPKEEP_S = 0.1
 """How often clients and results are looked through."""
@@ -52,6 +50,7 @@ class ClientDesk:
         endpoint: where clients connect; shown in status.
         outbox: sends messages to clients.
         result_ttl_s: how long a result is kept for a client that has not received it.
+        loop: the health of the engine's loop, for status.
     """
 
     def __init__(
@@ -60,12 +59,14 @@ class ClientDesk:
         limits: Limits,
         endpoint: str,
         outbox: Outbox,
-        result_ttl_s: float = RESULT_TTL_S,
+        result_ttl_s: float,
+        loop: LoopHealth,
     ) -> None:
         self._stages = stages
         self._limits = limits
         self._endpoint = endpoint
         self._outbox = outbox
+        self._loop = loop
         self._results = ResultStore(result_ttl_s, limits.max_client_backlog_bytes)
         self._intake = Intake(stages, limits, self._results, outbox)
         self._started = time.monotonic()
@@ -132,7 +133,9 @@ class ClientDesk:
                     raise closing_error()
                 stage = self._intake.stage_for(message.body["model"])
                 send = functools.partial(self._outbox.send, client.identity)
-                adapter_desk.answer(message, stage, send, now)
+                adapter_desk.answer(
+                    message, stage, send, now, client=client.identity, limits=self._limits
+                )
 
     def _reply(
         self, client: Client, message: messages.ClientMessage, kind: str, **body: Any
@@ -243,6 +246,7 @@ class ClientDesk:
         }
 
     def _status(self, now: float) -> dict[str, Any]:
+        stages = [describe_stage(stage, now) for stage in self._stages.values()]
         return {
             "version": omni_engine.__version__,
             "protocol": messages.PROTOCOL_VERSION,
@@ -252,9 +256,12 @@ class ClientDesk:
             "stopping": self.closing,
             "clients": len(self._clients),
             "clients_dropped": self._dropped_clients,
+            "followed": sum(len(client.asked) for client in self._clients.values()),
+            "unsent": self._outbox.backlog,
             "kept_results": len(self._results),
             "kept_result_bytes": self._results.num_bytes,
             "kept_results_dropped": self._results.dropped,
             "rejected": self._rejected_messages + self._intake.refused,
-            "stages": [describe_stage(stage, now) for stage in self._stages.values()],
+            "health": describe_health(stages, self._loop, now, stopping=self.closing),
+            "stages": stages,
         }

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from omni_engine.engine.client_socket import connected_socket
+from omni_engine.engine.client_socket import Context, Socket
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import MalformedMessageError, OmniError
 
@@ -53,20 +53,24 @@ class ClientLink:
     """A thread with a socket to an engine; pings it, and says goodbye at the end.
 
     Args:
-        endpoint: where the engine listens.
+        connect: returns a socket of a context that is connected to the engine.
         user: is told of everything that happens.
         ping_interval_s: seconds between pings.
         silence_s: how long the engine may be silent while it owes an answer.
 
     Raises:
-        ConfigError: if the endpoint is not one.
+        OmniError: what ``connect`` raises.
     """
 
     def __init__(
-        self, endpoint: str, user: LinkUser, ping_interval_s: float, silence_s: float
+        self,
+        connect: Callable[[Context], Socket],
+        user: LinkUser,
+        ping_interval_s: float,
+        silence_s: float,
     ) -> None:
         self._context = zmq.Context()
-        self._engine = connected_socket(self._context, endpoint)  # the thread takes it over
+        self._engine = connect(self._context)  # the thread takes it over
         self._user = user
         self._ping_interval_s = ping_interval_s
         self._silence_s = silence_s
@@ -179,7 +183,7 @@ class ClientLink:
 
     def _hand_over(self, frames: list[zmq.Frame]) -> bool:
         try:
-            message = codec.decode(frames)
+            message = codec.decode(frames, trusted=True)  # what the engine may say has no limit
             messages.check_version(message)
             return self._user.on_message(message)
         except KeyError as error:

@@ -8,13 +8,16 @@ request that has not ended.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from omni_engine.engine.client_socket import connected_socket, no_engine
 from omni_engine.engine.conversation import Conversation
+from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.endpoints import check_endpoint, default_endpoint
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.packing import too_large
@@ -44,10 +47,11 @@ class Connection:
         connect_timeout_s: seconds within which the engine must answer.
         reconnect_timeout_s: seconds for which an engine that owes an answer may be silent, be it
             stopped, gone or being started again; then everything pending ends.
+        keys: for an engine that encrypts.
 
     Raises:
-        ConfigError: if the endpoint is not one.
-        EngineClosedError: if no engine answers there.
+        ConfigError: if the endpoint is not one, or a key can't be used.
+        EngineClosedError: if no engine answers there, or it refuses the keys.
         ProtocolVersionError: if it speaks another version.
         QueueFullError: if it has no place for another client.
     """
@@ -57,22 +61,25 @@ class Connection:
         endpoint: str | None = None,
         connect_timeout_s: float = 10.0,
         reconnect_timeout_s: float = ENGINE_TIMEOUT_S,
+        keys: ClientKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
-        check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint, encrypted=keys is not None)
+        give_up_at = time.monotonic() + connect_timeout_s
+        connect = functools.partial(
+            connected_socket, endpoint=self.endpoint, keys=keys, timeout_s=connect_timeout_s
+        )
         ping_interval_s = min(PING_INTERVAL_S, reconnect_timeout_s / _PINGS_PER_TIMEOUT)
-        self._conversation = Conversation(self.endpoint, ping_interval_s, reconnect_timeout_s)
+        self._conversation = Conversation(
+            self.endpoint, connect, ping_interval_s, reconnect_timeout_s
+        )
         try:
-            self.welcome = self.call(messages.HELLO, connect_timeout_s, client="omni-engine-python")
+            left_s = max(0.0, give_up_at - time.monotonic())
+            self.welcome = self.call(messages.HELLO, left_s, client="omni-engine-python")
             self._conversation.max_message_bytes = self.welcome["max_message_bytes"]
         except RequestTimeoutError:
             self.close()
-            raise EngineClosedError(
-                f"no engine answers at {self.endpoint}",
-                field="endpoint",
-                value=self.endpoint,
-                hint="Start one with `omni-engine serve`, or name its endpoint.",
-            ) from None
+            raise no_engine(self.endpoint) from None
         except BaseException:  # whatever it is: clean up, then pass it on
             self.close()
             raise

@@ -11,11 +11,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from omni_engine.engine.client_link import ClientLink
+from omni_engine.engine.client_socket import Context, Socket
 from omni_engine.engine.handles import answer_future
 from omni_engine.engine.packing import batches, encode_call, split
 from omni_engine.engine.pending import PendingRequest, PendingRequests
@@ -41,6 +42,7 @@ class Conversation:
 
     Args:
         endpoint: where the engine listens; for messages.
+        connect: returns a socket of a context that is connected to the engine.
         ping_interval_s: seconds between pings.
         silence_s: how long the engine may be silent while it owes an answer.
 
@@ -49,10 +51,16 @@ class Conversation:
         max_message_bytes: what the engine accepts.
 
     Raises:
-        ConfigError: if the endpoint is not one.
+        OmniError: what ``connect`` raises.
     """
 
-    def __init__(self, endpoint: str, ping_interval_s: float, silence_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        connect: Callable[[Context], Socket],
+        ping_interval_s: float,
+        silence_s: float,
+    ) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -63,7 +71,7 @@ class Conversation:
         self._process = os.getpid()
         self._closed: EngineClosedError | None = None
         self.max_message_bytes = 0
-        self.link = ClientLink(endpoint, self, ping_interval_s, silence_s)
+        self.link = ClientLink(connect, self, ping_interval_s, silence_s)
         self.link.start()
 
     # -- any thread

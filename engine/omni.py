@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from omni_engine.engine.async_client import AsyncOmniClient, AsyncRequestHandle
 from omni_engine.engine.client import OmniClient, OnOutput, OnProgress, Params
+from omni_engine.engine.curve import owner_keys
 from omni_engine.engine.engine_watch import EngineWatch
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls, LoRACalls
@@ -61,7 +62,11 @@ class Omni(LoRACalls):
         self.settings = _settings(model, config, options)
         self._engine = EngineProcess(self.settings.config)
         try:
-            self.client = OmniClient(self._engine.endpoint, connect_timeout_s=30)
+            self.client = OmniClient(
+                self._engine.endpoint,
+                connect_timeout_s=30,
+                keys=owner_keys(self.settings.config.curve),
+            )
             self._watch = EngineWatch(self._engine.pid, self.client.engine_ended)
             self.client.wait_until_ready(startup_timeout_s)
         except BaseException:  # whatever it is: clean up, then pass it on
@@ -190,7 +195,9 @@ class AsyncOmni(AsyncLoRACalls):
         self._engine = await asyncio.to_thread(EngineProcess, self.settings.config)
         try:
             self._client = await AsyncOmniClient(
-                self._engine.endpoint, connect_timeout_s=30
+                self._engine.endpoint,
+                connect_timeout_s=30,
+                keys=owner_keys(self.settings.config.curve),
             ).connect()
             self._watch = EngineWatch(self._engine.pid, self._client.engine_ended)
             await self._client.wait_until_ready(self._startup_timeout_s)

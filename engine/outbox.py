@@ -120,8 +120,13 @@ class Outbox:
                 self._lanes.pop(identity, None)
 
     def forget(self, identity: bytes) -> None:
-        """Throw away what was kept for a client that is taken for gone."""
-        self._lanes.pop(identity, None)
+        """Throw away what was kept for a client that is taken for gone.
+
+        What ZeroMQ has of it still counts: the client may be connected, and come back.
+        """
+        if (lane := self._lanes.get(identity)) is not None:
+            lane.kept.clear()
+            lane.kept_bytes = 0
 
     def drain(self, timeout_s: float) -> None:
         """Flush until nothing is kept any more, or time is up."""

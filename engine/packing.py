@@ -11,6 +11,7 @@ from omni_engine.protocol.requests import DiffusionRequest
 
 _MESSAGE_BYTES = 64 * 2**20
 _ENVELOPE_BYTES = 128
+_ENVELOPE_CONTAINERS = 2
 """What a message adds to its requests."""
 
 
@@ -67,14 +68,24 @@ def encode_call(kind: str, message_id: int, body: Mapping[str, Any]) -> list[Any
         raise InvalidRequestError(f"the call {kind} can't be sent: {error}") from None
 
 
-def _sizes(
-    request: DiffusionRequest, max_message_bytes: int
-) -> tuple[tuple[str, int, int], tuple[str, int, int], tuple[str, int, int]]:
+def _sizes(request: DiffusionRequest, max_message_bytes: int) -> tuple[tuple[str, int, int], ...]:
     """Return (unit, size of a message with this request alone, most) for every limit."""
-    header, *buffers = codec.encode(request.to_wire())
+    wire = request.to_wire()
+    header, *buffers = codec.encode(wire)
     header_bytes = len(header) + _ENVELOPE_BYTES
     return (
         ("bytes", header_bytes + codec.message_bytes(buffers), max_message_bytes),
         ("bytes of text and numbers", header_bytes, codec.MAX_HEADER_BYTES),
         ("frames", 1 + len(buffers), codec.MAX_FRAMES),
+        ("maps and lists", _ENVELOPE_CONTAINERS + _containers(wire), codec.MAX_CONTAINERS),
     )
+
+
+def _containers(value: Any) -> int:
+    """Return how many maps and lists a value consists of."""
+    match value:
+        case Mapping():
+            return 1 + sum(map(_containers, value.values()))
+        case list() | tuple():
+            return 1 + sum(map(_containers, value))
+    return 0

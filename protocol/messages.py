@@ -15,6 +15,7 @@ from omni_engine.protocol import codec
 from omni_engine.protocol.errors import (
     InvalidRequestError,
     MalformedMessageError,
+    MessageTooLargeError,
     OmniError,
     ProtocolVersionError,
 )
@@ -207,9 +208,11 @@ def salvage_id(frames: Sequence[Any]) -> int | None:
         return None
     try:
         header = msgpack.unpackb(
-            memoryview(getattr(frames[0], "buffer", frames[0])), unicode_errors="replace"
+            memoryview(getattr(frames[0], "buffer", frames[0])),
+            unicode_errors="replace",
+            **codec.counted_containers(),
         )
-    except (ValueError, TypeError, msgpack.UnpackException):
+    except (ValueError, TypeError, msgpack.UnpackException, MessageTooLargeError):
         return None
     return message_id(header) if isinstance(header, dict) else None
 

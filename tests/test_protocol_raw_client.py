@@ -16,7 +16,7 @@ from support_pipelines import pattern
 from test_step_mode import GATED
 
 from omni_engine import Omni
-from omni_engine.engine import client_desk, connection
+from omni_engine.engine import client_desk, connection, pending
 from omni_engine.protocol import adapters, codec, messages, plans, requests
 from omni_engine.protocol.adapters import Adapter, AdapterActivation, AdapterReport, AdaptersHeld
 from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
@@ -33,8 +33,9 @@ from omni_engine.protocol.requests import build_request
 from omni_engine.protocol.sampling import SAMPLING_FIELDS
 from omni_engine.protocol.tensors import ITEM_SIZES, MAX_DIMENSIONS
 from omni_engine.stages.bundled import ADAPTER_DIR
-from omni_engine.stages.config import Limits
+from omni_engine.stages.config import DeployConfig, Limits
 
+_WORDS = {2: "two", 3: "three", 4: "four"}
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 
 
@@ -241,8 +242,35 @@ def test_bye_aborts_what_is_not_detached_and_starts_a_new_session(
     raw.find(lambda message: message.get("status") == "running")
     raw.send("bye")
     assert raw.output("goes")["aborted"]
-    assert raw.output("stays")["error"] is None
     assert raw.call("ping")["session"] != session
+    raw.submit({**request("stays", **slow), "detached": True})  # follows the same run
+    assert raw.output("stays")["error"] is None
+    raw.submit(request("goes", num_inference_steps=3))  # is new
+    assert raw.output("goes")["error"] is None
+    raw.send("received", request_ids=["stays", "goes"])
+
+
+def test_a_result_is_given_out_again_until_it_was_received(raw: RawClient) -> None:
+    first, other = request("kept", seed=1), request("kept", seed=2)
+    before = raw.call("status")["status"]["kept_results"]
+    raw.submit(first)
+    picture = raw.output("kept")["images"][0]
+    status = raw.call("status")["status"]
+    assert status["kept_results"] == before + 1
+    assert status["kept_result_bytes"] > len(bytes(picture.data))
+    message_id = raw.submit(first)
+    assert raw.reply(message_id)["request_ids"] == ["kept"]
+    again = raw.output("kept")
+    assert bytes(again["images"][0].data) == bytes(picture.data)
+    ran = raw.call("status")["status"]["stages"][0]["requests"]["received"]
+    assert ran == status["stages"][0]["requests"]["received"], "it did not run again"
+    refused = raw.refusal(other)
+    assert (refused["code"], refused["field"]) == ("duplicate_request_id", "request_id")
+    raw.send("received", request_ids=["kept", "never heard of"])
+    status = raw.call("status")["status"]
+    assert status["kept_results"] == before
+    raw.submit(other)
+    assert raw.output("kept")["seed"] == 2
 
 
 def test_another_version_is_refused_with_the_engines(raw: RawClient) -> None:
@@ -346,7 +374,9 @@ def test_the_page_lists_the_fields_the_engine_sends(
     stage = status["stages"][0]
     assert set(stage) >= set(column("Status / stage field"))
     stepped = raw_stepped.call("status")["status"]["stages"][0]["workers"][0]
-    assert set(stepped) - set(stage["workers"][0]) == set(column("Status / worker field"))
+    assert set(stage["workers"][0]) == set(column("Status / worker field"))
+    only_stepped = set(column("Status / stepped worker field"))
+    assert set(stepped) - set(stage["workers"][0]) == only_stepped
     assert set(stage["capabilities"]) == set(column("Capabilities / capability"))
     assert set(told["output"]["output"]) == set(column("Outputs / output field"))
 
@@ -382,15 +412,24 @@ def test_the_page_lists_every_error() -> None:
 def test_the_page_states_the_limits_that_are() -> None:
     text = " ".join(PAGE.read_text().split())
     limits = Limits()
+    ttl_s = DeployConfig.model_fields["result_ttl_s"].default
     for stated in (
         f"Wire protocol, version {messages.PROTOCOL_VERSION}",
         f"({limits.max_message_bytes >> 20} MiB unless configured)",
         f"the header | {codec.MAX_HEADER_BYTES >> 20} MiB",
         f"frames of a message | {codec.MAX_FRAMES}",
         f"dimensions of an array | {MAX_DIMENSIONS}",
-        f"ids of an `abort` | {messages.MAX_REQUESTS_PER_MESSAGE}",
+        f"ids of an `abort` or a `received` | {messages.MAX_REQUESTS_PER_MESSAGE}",
+        f"maps and lists in a header | {codec.MAX_CONTAINERS}",
+        f"`max_waiting_per_client`, {limits.max_waiting_per_client} by default",
+        f"`max_clients`, {limits.max_clients} by default",
+        f"`max_client_backlog_bytes`, {limits.max_client_backlog_bytes >> 20} MiB by default",
+        f"`result_ttl_s` of its configuration, {ttl_s:g} seconds by default",
+        f"`reconnect_timeout_s`, {connection.ENGINE_TIMEOUT_S:g} seconds by default",
+        f"up to {_WORDS[pending.MAX_ATTEMPTS]} times",
+        f"number 0.001 to {requests.MAX_TIMEOUT_S:.0f}, or nil",
         f"list of 1 to {messages.MAX_REQUESTS_PER_MESSAGE} maps",
-        f"configured, {limits.max_waiting_requests} by default",
+        f"`max_waiting_requests`, {limits.max_waiting_requests} by default",
         f"string of 1 to {requests.MAX_REQUEST_ID_CHARS} printable characters",
         f"string of at most {messages.MAX_CLIENT_CHARS} characters",
         f"from it for **{client_desk.CLIENT_TIMEOUT_S:g} seconds**",

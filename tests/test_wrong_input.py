@@ -429,7 +429,7 @@ def test_a_duplicate_request_id(raw: RawClient, endpoint: str, client: OmniClien
     assert raw.reply(raw.submit(first))["type"] == "accepted"
     handle = client.submit("a", request_id=first["request_id"])
     with RawClient(endpoint) as other:
-        error = refused_beside_a_good_one(other, first)
+        error = refused_beside_a_good_one(other, {**first, "detached": True})
     matches(error, "duplicate_request_id", "request_id", value=first["request_id"],
             expected="no live request has")  # fmt: skip
     refused = handle.result(60)
@@ -453,8 +453,24 @@ SURROGATE = "a\ud800"
         (lambda c: OmniDiffusionSamplingParams(extra_args={"x": [SURROGATE]}), "extra_args.x"),
         (lambda c: OmniDiffusionSamplingParams(extra_args={"x": {SURROGATE: 1}}), "extra_args.x"),
         (lambda c: LoRARequest(SURROGATE), "lora_request.name"),
+        (lambda c: c.load_lora(SURROGATE, "a.safetensors"), "name"),
+        (lambda c: c.load_lora("a", f"{SURROGATE}.safetensors"), "path"),
+        (lambda c: c.loras(model=SURROGATE), "model"),
+        (lambda c: c.unload_lora(SURROGATE), "name"),
     ],
-    ids=["prompt", "request_id", "model", "negative_prompt", "value", "key", "adapter"],
+    ids=[
+        "prompt",
+        "request_id",
+        "model",
+        "negative_prompt",
+        "value",
+        "key",
+        "adapter",
+        "loaded name",
+        "loaded path",
+        "model of adapters",
+        "unloaded name",
+    ],
 )
 def test_a_lone_surrogate(
     make: Callable[[OmniClient], object], field: str, client: OmniClient
@@ -566,11 +582,17 @@ def test_the_python_client_meets_another_version(fake: FakeEngine) -> None:
 def test_the_python_client_learns_that_it_was_forgotten(
     fake: FakeEngine, fooled: OmniClient
 ) -> None:
-    handle = fooled.submit("a")
-    fake.receive("submit")
-    fake.answer(fake.receive("ping"), "pong", session="second")
-    assert type(handle.result(30).error) is EngineClosedError
-    assert fake.receive("abort")["request_ids"] == [handle.request_id]
+    handle, call = fooled.submit("a"), fooled._connection.call_soon("status")
+    (asked,) = fake.receive("submit")["requests"]
+    assert asked["request_id"] == handle.request_id
+    for number in range(3):
+        fake.answer(fake.receive("ping"), "pong", session=f"another {number}")
+        assert fake.receive("submit")["requests"] == [asked]
+        assert type(call.exception(30)) is EngineClosedError
+    fake.answer(fake.receive("ping"), "pong", session="and one more")
+    error = handle.result(30).error
+    assert type(error) is EngineClosedError
+    assert "4 times" in str(error)
 
 
 def test_the_python_client_learns_that_a_whole_message_was_refused(
