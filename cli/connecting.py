@@ -5,19 +5,67 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from omni_engine.cli import interrupts
 from omni_engine.protocol.errors import ConfigError, EngineClosedError
 
 if TYPE_CHECKING:
     from omni_engine.engine.client import OmniClient
+    from omni_engine.engine.curve import ClientKeys
 
 AUTO = "auto"
 _PROBE_TIMEOUT_S = 5.0
 
 
-def resolve_endpoint(address: str) -> str:
+@dataclass(frozen=True)
+class KeyOptions:
+    """Options of commands that connect to an engine that encrypts."""
+
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", envvar="OMNI_ENGINE_KEY", rich_help_panel="Keys",
+                     help="Your secret key, for an engine that encrypts (NAME.key_secret)."),
+    ] = None  # fmt: skip
+    server_key: Annotated[
+        Path | None,
+        typer.Option("--server-key", metavar="FILE", envvar="OMNI_ENGINE_SERVER_KEY",
+                     rich_help_panel="Keys", help="That engine's public key (NAME.key)."),
+    ] = None  # fmt: skip
+
+    def keys(self) -> ClientKeys | None:
+        """Return the keys that were given, if they were.
+
+        Raises:
+            ConfigError: if only one of two was.
+        """
+        from omni_engine.engine.curve import ClientKeys
+
+        if self.key is not None and self.server_key is not None:
+            return ClientKeys(self.key, self.server_key)
+        for flag, value, other in (
+            ("--key", self.key, "--server-key"),
+            ("--server-key", self.server_key, "--key"),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} has no effect without {other}", field=flag, value=str(value),
+                    expected=f"{other} FILE to be given as well",
+                )  # fmt: skip
+        return None
+
+
+def keys_on_command_line(context: typer.Context) -> bool:
+    """Return whether keys were given as options, not just in the environment."""
+    sources = (context.get_parameter_source(name) for name in ("key", "server_key"))
+    return any(source is not None and source.name == "COMMANDLINE" for source in sources)
+
+
+def resolve_endpoint(address: str, keys: ClientKeys | None = None) -> str:
     """Return the endpoint that ``--connect`` names.
 
     Raises:
@@ -39,23 +87,24 @@ def resolve_endpoint(address: str) -> str:
             "--connect takes an engine's address", field="--connect", value=address,
             expected=f'"{AUTO}", or {allowed(("endpoint",))}',
         ) from None  # fmt: skip
-    check_endpoint(address)
+    check_endpoint(address, encrypted=keys is not None)
     _probe(address)
     return address
 
 
 @contextmanager
-def connected(address: str) -> Iterator[OmniClient]:
+def connected(address: str, options: KeyOptions) -> Iterator[OmniClient]:
     """Connect to a running engine.
 
     Raises:
-        ConfigError: if the address is wrong.
-        EngineClosedError: if no engine answers there.
+        ConfigError: if the address or a key is wrong.
+        EngineClosedError: if no engine answers there, or it refuses the keys.
     """
     from omni_engine.engine.client import OmniClient
 
     interrupts.release()
-    with OmniClient(resolve_endpoint(address)) as client:
+    keys = options.keys()
+    with OmniClient(resolve_endpoint(address, keys), keys=keys) as client:
         yield client
 
 

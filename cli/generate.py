@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omni_engine.cli import interrupts
-from omni_engine.cli.connecting import AUTO, resolve_endpoint
+from omni_engine.cli.connecting import AUTO, KeyOptions, keys_on_command_line, resolve_endpoint
 from omni_engine.cli.display import console
 from omni_engine.cli.option_groups import expand_options
 from omni_engine.cli.options import AsJson, EngineOptions
@@ -22,6 +22,7 @@ from omni_engine.protocol.errors import ConfigError
 from omni_engine.protocol.logs import choose_logging
 
 if TYPE_CHECKING:
+    from omni_engine.engine.curve import ClientKeys
     from omni_engine.protocol.sampling import LoRARequest, OmniDiffusionSamplingParams
 
 _SAMPLING = "Picture"
@@ -169,7 +170,9 @@ def generate(
     ] = None,
     as_json: AsJson = False,
     *,
+    context: typer.Context,
     sampling: SamplingOptions,
+    keys: KeyOptions,
     engine: EngineOptions,
 ) -> None:  # fmt: skip
     """Make pictures from prompts."""
@@ -187,21 +190,28 @@ def generate(
     if preview_every is not None:
         preview_folder = PictureFolder(preview_dir or out / "previews", flag="--preview-dir")
         previews = Previews(preview_folder, preview_every)
+    if connect is None and keys_on_command_line(context):
+        raise ConfigError(
+            "keys have no effect without --connect", field="--key, --server-key",
+            expected="--connect ADDRESS to be given as well",
+        )  # fmt: skip
     served = None if connect is None else model
-    with interrupts.unwound_by_sigterm(), _engine_at(connect, model, engine) as endpoint:
+    with interrupts.unwound_by_sigterm(), _engine_at(connect, keys, model, engine) as found:
         started = time.monotonic()
-        items = generate_files(endpoint, prompts, params, served, folder, previews)
+        items = generate_files(*found, prompts, params, served, folder, previews)
         wall_s = time.monotonic() - started
     print_report(items, wall_s, as_json=as_json)
     raise typer.Exit(0 if all(item.error is None for item in items) else 1)
 
 
 @contextmanager
-def _engine_at(connect: str | None, model: str | None, engine: EngineOptions) -> Iterator[str]:
-    """Yield the address of the engine to use; one started here ends with the context."""
+def _engine_at(
+    connect: str | None, options: KeyOptions, model: str | None, engine: EngineOptions
+) -> Iterator[tuple[str, ClientKeys | None]]:
+    """Yield the address of the engine to use, and keys; one started here ends with the context."""
     if connect is None:
-        with _own_engine(model, engine) as endpoint:
-            yield endpoint
+        with _own_engine(model, engine) as found:
+            yield found
         return
     if given := engine.given():
         raise ConfigError(
@@ -210,11 +220,15 @@ def _engine_at(connect: str | None, model: str | None, engine: EngineOptions) ->
             hint="Leave it out, or leave --connect out to start an engine of your own.",
         )  # fmt: skip
     interrupts.release()
-    yield resolve_endpoint(connect)
+    keys = options.keys()
+    yield resolve_endpoint(connect, keys), keys
 
 
 @contextmanager
-def _own_engine(model: str | None, engine: EngineOptions) -> Iterator[str]:
+def _own_engine(
+    model: str | None, engine: EngineOptions
+) -> Iterator[tuple[str, ClientKeys | None]]:
+    from omni_engine.engine.curve import owner_keys
     from omni_engine.engine.omni import Omni
 
     engine.settings(model)  # reports what is wrong by the names of the command line
@@ -223,7 +237,7 @@ def _own_engine(model: str | None, engine: EngineOptions) -> Iterator[str]:
     with console(stderr=True).status("starting the engine and loading the model"):
         omni = Omni(model, config=engine.config, **engine.overrides())
     try:
-        yield omni.endpoint
+        yield omni.endpoint, owner_keys(omni.settings.config.curve)
     finally:
         with interrupts.held():
             omni.close()

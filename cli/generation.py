@@ -11,6 +11,7 @@ from pathlib import Path
 from omni_engine.cli.pictures import PictureFolder
 from omni_engine.cli.progress import RequestProgress
 from omni_engine.engine.connection import Connection
+from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.handles import RequestEvent
 from omni_engine.engine.prompts import build_requests
 from omni_engine.protocol.errors import OmniError
@@ -50,6 +51,7 @@ class Previews:
 
 def generate_files(
     endpoint: str,
+    keys: ClientKeys | None,
     prompts: Sequence[str],
     params: OmniDiffusionSamplingParams,
     model: str | None,
@@ -60,6 +62,7 @@ def generate_files(
 
     Args:
         endpoint: where the engine listens.
+        keys: for an engine that encrypts.
         prompts: one request each.
         params: for all of them.
         model: a served model's name; None for the engine's first.
@@ -81,7 +84,7 @@ def generate_files(
             live[request.request_id] = (item, request)
     # Leaving the connection says goodbye, on which the engine aborts what has not ended.
     with (
-        closing(Connection(endpoint)) as connection,
+        closing(Connection(endpoint, keys=keys)) as connection,
         RequestProgress(each * len(items)) as progress,
     ):
         progress.advance(each * (len(items) - len(live)))

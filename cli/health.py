@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from omni_engine.cli import interrupts
-from omni_engine.cli.connecting import connected
+from omni_engine.cli.connecting import KeyOptions, connected
 from omni_engine.cli.display import print_json, print_line
 from omni_engine.cli.tables import duration
 from omni_engine.protocol.errors import RequestTimeoutError
@@ -24,13 +24,13 @@ CHECK_TIMEOUT_S = 3.5
 _TAIL_LINES = 10
 
 
-def check(address: str, *, as_json: bool) -> None:
+def check(address: str, keys: KeyOptions, *, as_json: bool) -> None:
     """Print whether a running engine is healthy, and why not; exit code 1 if it is not.
 
     Raises:
         OmniError: if no engine answers, or not in time.
     """
-    health = _status_in_time(address)["health"]
+    health = _status_in_time(address, keys)["health"]
     if as_json:
         print_json(health)
     else:
@@ -90,14 +90,14 @@ def _caps(caps: Mapping[str, int]) -> str:
     return "; ".join(f"{kind}: at most {rows} rows" for kind, rows in sorted(caps.items()))
 
 
-def _status_in_time(address: str) -> dict[str, Any]:
+def _status_in_time(address: str, keys: KeyOptions) -> dict[str, Any]:
     """Return the engine's status; asked in a thread, since connecting may take longer than that."""
     interrupts.release()
     answer: Future[dict[str, Any]] = Future()
 
     def ask() -> None:
         try:
-            with connected(address) as client:
+            with connected(address, keys) as client:
                 found = client.status()
             answer.set_result(found)
         except Exception as error:  # noqa: BLE001  # boundary: the thread; the main one raises it

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omni_engine.cli import health
-from omni_engine.cli.connecting import AUTO, connected
+from omni_engine.cli.connecting import AUTO, KeyOptions, connected
 from omni_engine.cli.display import console, print_json
+from omni_engine.cli.option_groups import expand_options
 from omni_engine.cli.options import AsJson, Connect
 from omni_engine.cli.tables import (
     DIGEST_CHARS,
@@ -57,6 +58,7 @@ def register(app: typer.Typer) -> None:
     app.command("models", help=_MODELS_HELP, epilog=_MODELS_EPILOG)(models)
 
 
+@expand_options
 def status(
     connect: Connect = AUTO,
     as_json: AsJson = False,
@@ -64,11 +66,13 @@ def status(
         bool,
         typer.Option("--check", metavar="", help="Tell by the exit code whether it is healthy."),
     ] = False,
+    *,
+    keys: KeyOptions,
 ) -> None:
     """Print a running engine's state."""
     if check:
-        health.check(connect, as_json=as_json)
-    with connected(connect) as client:
+        health.check(connect, keys, as_json=as_json)
+    with connected(connect, keys) as client:
         found = client.status()
     if as_json:
         print_json(found)
@@ -89,9 +93,10 @@ def print_status(found: Mapping[str, Any], output: Console) -> None:
         print_rows(output, *_adapters_held(stage))
 
 
-def models(connect: Connect = AUTO, as_json: AsJson = False) -> None:
+@expand_options
+def models(connect: Connect = AUTO, as_json: AsJson = False, *, keys: KeyOptions) -> None:
     """Print the served models."""
-    with connected(connect) as client:
+    with connected(connect, keys) as client:
         found = client.models()
     if as_json:
         print_json(found)

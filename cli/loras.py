@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omni_engine.cli.connecting import AUTO, connected
+from omni_engine.cli.connecting import AUTO, KeyOptions, connected, keys_on_command_line
 from omni_engine.cli.display import console, print_json, print_line
+from omni_engine.cli.option_groups import expand_options
 from omni_engine.cli.options import AsJson, Connect
 from omni_engine.cli.tables import (
     DIGEST_CHARS,
@@ -100,22 +101,35 @@ def register(app: typer.Typer) -> None:
     app.add_typer(loras, name="loras")
 
 
+@expand_options
 def loras_or_list(
-    context: typer.Context, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False
+    context: typer.Context,
+    connect: Connect = AUTO,
+    model: Model = None,
+    as_json: AsJson = False,
+    *,
+    keys: KeyOptions,
 ) -> None:
     """List the adapters unless a command follows."""
     if context.invoked_subcommand is None:
-        list_loras(connect, model, as_json)
-    elif connect != AUTO or model is not None or as_json:
+        _print_list(connect, keys, model, as_json)
+    elif connect != AUTO or model is not None or as_json or keys_on_command_line(context):
         raise ConfigError(
             f"options of `loras {context.invoked_subcommand}` stand after it",
             hint=f"Write `omni-engine loras {context.invoked_subcommand} ... --connect ADDRESS`.",
         )
 
 
-def list_loras(connect: Connect = AUTO, model: Model = None, as_json: AsJson = False) -> None:
+@expand_options
+def list_loras(
+    connect: Connect = AUTO, model: Model = None, as_json: AsJson = False, *, keys: KeyOptions
+) -> None:
     """Print the registered adapters."""
-    with connected(connect) as client:
+    _print_list(connect, keys, model, as_json)
+
+
+def _print_list(connect: str, keys: KeyOptions, model: str | None, as_json: bool) -> None:
+    with connected(connect, keys) as client:
         found = client.loras(model)
     if as_json:
         print_json([info.to_wire() for info in found])
@@ -126,6 +140,7 @@ def list_loras(connect: Connect = AUTO, model: Model = None, as_json: AsJson = F
         print_line("no adapters are registered")
 
 
+@expand_options
 def load(
     name: Name,
     path: Annotated[
@@ -150,9 +165,11 @@ def load(
     connect: Connect = AUTO,
     model: Model = None,
     as_json: AsJson = False,
+    *,
+    keys: KeyOptions,
 ) -> None:  # fmt: skip
     """Register an adapter."""
-    with connected(connect) as client:
+    with connected(connect, keys) as client:
         info = client.load_lora(
             name, _as_the_engine_finds_it(path), default_scale=scale, preload=preload, pin=pinned,
             replace=replace, model=model,
@@ -161,28 +178,48 @@ def load(
     _print_result(info, f"{info.name} is {info.state}{held}", as_json)
 
 
+@expand_options
 def unload(
-    name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False
+    name: Name,
+    connect: Connect = AUTO,
+    model: Model = None,
+    as_json: AsJson = False,
+    *,
+    keys: KeyOptions,
 ) -> None:
     """Unregister an adapter."""
-    with connected(connect) as client:
+    with connected(connect, keys) as client:
         info = client.unload_lora(name, model=model)
     left = f"{info.requests.waiting} waiting and {info.requests.running} running requests use it"
     _print_result(info, f"{info.name} is unloaded; {left} to their end", as_json)
 
 
-def pin(name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False) -> None:
+@expand_options
+def pin(
+    name: Name,
+    connect: Connect = AUTO,
+    model: Model = None,
+    as_json: AsJson = False,
+    *,
+    keys: KeyOptions,
+) -> None:
     """Never evict an adapter."""
-    with connected(connect) as client:
+    with connected(connect, keys) as client:
         info = client.pin_lora(name, model=model)
     _print_result(info, f"{info.name} is pinned", as_json)
 
 
+@expand_options
 def unpin(
-    name: Name, connect: Connect = AUTO, model: Model = None, as_json: AsJson = False
+    name: Name,
+    connect: Connect = AUTO,
+    model: Model = None,
+    as_json: AsJson = False,
+    *,
+    keys: KeyOptions,
 ) -> None:
     """Let an adapter be evicted."""
-    with connected(connect) as client:
+    with connected(connect, keys) as client:
         info = client.pin_lora(name, False, model=model)
     _print_result(info, f"{info.name} is not pinned any more", as_json)
 

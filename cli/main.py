@@ -12,6 +12,7 @@ from omni_engine.cli import (
     generate,
     inspection,
     interrupts,
+    keys,
     loras,
     parity,
     serve,
@@ -54,6 +55,7 @@ serve.register(app)
 generate.register(app)
 inspection.register(app)
 loras.register(app)
+keys.register(app)
 configuration.register(app)
 parity.register(app)
 train_lora.register(app)

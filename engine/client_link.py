@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from omni_engine.engine.client_socket import Context, Socket
+from omni_engine.engine.client_socket import Context, Socket, send
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import MalformedMessageError, OmniError
 
@@ -89,7 +89,7 @@ class ClientLink:
 
     def send(self, frames: list[Any]) -> None:
         """Send a message, after what was given before; from any thread."""
-        self.do(functools.partial(self._engine.send_multipart, frames, copy=False))
+        self.do(functools.partial(send, self._engine, frames))
 
     def do(self, action: Callable[[], object]) -> None:
         """Have the thread do something, after what was given before; from any thread."""
@@ -98,7 +98,7 @@ class ClientLink:
 
     def send_now(self, message: dict[str, Any]) -> None:
         """Send a message ahead of what was given before; from the link's thread only."""
-        self._engine.send_multipart(codec.encode(message), copy=False)
+        send(self._engine, codec.encode(message))
 
     def read_until_quiet(self, quiet_s: float) -> None:
         """Read until nothing has come for so long; from the link's thread only."""

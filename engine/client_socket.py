@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -61,6 +63,21 @@ def connected_socket(
         context.destroy(linger=0)
         raise
     return engine
+
+
+def send(engine: Socket, frames: Sequence[Any]) -> None:
+    """Send a message; never blocks.
+
+    A socket whose engine refused it when it connected again has no connection any more, and ZeroMQ
+    makes none; it gets a new one, in case the engine knows its keys now.
+    """
+    try:
+        engine.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        endpoint = engine.getsockopt_string(zmq.LAST_ENDPOINT)
+        engine.disconnect(endpoint)  # else connecting to the same place again does nothing
+        engine.connect(endpoint)
+        engine.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
 
 def no_engine(endpoint: str) -> EngineClosedError:
