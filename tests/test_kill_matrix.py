@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,23 @@ SEEDS = [OmniDiffusionSamplingParams(seed=i) for i in range(COUNT)]
 Start = Callable[..., Omni]
 
 
-@pytest.fixture(params=[pytest.param(REQUESTS, id="requests"), pytest.param(STEPS, id="steps")])
-def start(request: pytest.FixtureRequest, start_own_engine: Start) -> Start:
+BOTH_MODES = pytest.mark.parametrize(
+    "mode", [REQUESTS, STEPS], indirect=True, ids=["requests", "steps"]
+)
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", REQUESTS)
+
+
+@pytest.fixture
+def start(mode: str, start_own_engine: Start) -> Start:
     """Start engines with two workers."""
 
     def started(**options: Any) -> Omni:
         return start_own_engine(
-            "bundled", pipeline=request.param, step_execution=request.param == STEPS, replicas=2,
+            "bundled", pipeline=mode, step_execution=mode == STEPS, replicas=2,
             max_num_seqs=4, threads=1, lora_modules=[], default_sampling_params={},
             worker_restart_backoff_s=0.05, **options,
         )  # fmt: skip
@@ -106,6 +117,7 @@ def test_a_worker_that_is_idle(start: Start, number: signal.Signals) -> None:
     all_are_right_and_both_workers_back(omni, ended(submit_all(omni.client)), deaths)
 
 
+@BOTH_MODES
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_worker_in_a_forward(start: Start, number: signal.Signals) -> None:
     omni = start()
@@ -163,9 +175,12 @@ def test_the_engine_has_no_time_to_end(start: Start, number: signal.Signals) -> 
     wait_until(lambda: not omni._engine.running, "the engine is gone")
 
 
+@BOTH_MODES
 def test_the_engine_is_killed(start: Start) -> None:
-    """Its workers leave within two seconds, clients are told."""
-    omni = start()
+    """Its workers leave within two seconds and take its socket file along; clients are told."""
+    folder = Path(os.environ["TMPDIR"], "killed")
+    folder.mkdir()
+    omni = start(endpoint=f"ipc://{folder}/engine")
     family = psutil.Process(omni._engine.pid).children(recursive=True)
     assert len(family) == 2
     handles = submit_all(omni.client)
@@ -174,6 +189,8 @@ def test_the_engine_is_killed(start: Start) -> None:
     wait_until(lambda: all(map(is_gone, family)), "the workers are gone", 5.0)
     for i, output in enumerate(ended(handles)):
         assert is_right(output, i) or output.error.code == "engine_closed", output.error
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
 
 
 _CLIENT = """
