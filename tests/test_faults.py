@@ -20,6 +20,7 @@ from conftest import engines, started_processes
 from fault_pipelines import DIFFUSERS, LOAD_VARIABLE, REQUESTS, STEPS
 from support_pipelines import pattern
 from tiny_models import save_tiny_stable_diffusion
+from waiting import wait_for
 
 from omni_engine import Omni, OmniClient, OmniDiffusionSamplingParams
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -193,14 +194,6 @@ def memory_caps(omni: Omni) -> dict[str, int]:
     return caps
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 15) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 # -- ends of the worker
 
 
@@ -283,3 +276,24 @@ def test_a_worker_that_hangs_while_loading_leaves_its_killed_engine(
     omni = start_loading()
     wait_for(hangs.exists, 60)
     assert_gone_after_kill(omni)
+
+
+# -- the log
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_failed_request_has_one_line_in_the_log_with_its_id_and_where_it_failed(
+    start_own_engine: Callable[..., Omni], capfd: pytest.CaptureFixture[str], stepped: bool
+) -> None:
+    omni = start_own_engine("bundled", pipeline=STEPS, step_execution=stepped, max_num_seqs=5,
+                            threads=1, lora_modules=[],
+                            default_sampling_params={"height": 16, "width": 16})  # fmt: skip
+    outputs = omni.generate(marked("raise-step"))
+    omni.close()  # what it has written has come through then
+    log = capfd.readouterr().err
+    failed = outputs[CULPRIT].request_id
+    lines = [line for line in log.splitlines() if f"request {failed} failed" in line]
+    assert len(lines) == 1
+    assert "model_error: the pipeline failed: RuntimeError: the step fails as marked" in lines[0]
+    assert "in step_scheduler" in log
+    assert not [o for o in outputs if o.ok and f"request {o.request_id} failed" in log]

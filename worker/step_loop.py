@@ -23,7 +23,7 @@ from omni_engine.protocol.plans import StepState
 from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.adapter_access import AdapterAccess, NoAdapters
-from omni_engine.worker.failures import log_failure, pipeline_error, text_of
+from omni_engine.worker.failures import pipeline_error, text_of
 from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.newcomers import Newcomers
 from omni_engine.worker.residents import Pace, Picture, Resident, metrics_of
@@ -265,7 +265,6 @@ class StepLoop:
             if isinstance(output, BaseException):  # what a pipeline made may be anything
                 resident.error = pipeline_error(output)
         if resident.error is not None:
-            log_failure(request.request_id, resident.error)
             output = DiffusionOutput.failed(request.request_id, resident.error, request.seed)
             output.metrics = metrics
         if (release := getattr(self._pipeline, "release", None)) is not None:

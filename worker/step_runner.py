@@ -14,7 +14,7 @@ from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepPlan, StepReport
 from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_access import AdapterAccess, under_shared
-from omni_engine.worker.failures import pipeline_error
+from omni_engine.worker.failures import log_failure, pipeline_error
 from omni_engine.worker.memory import MemoryCaps
 from omni_engine.worker.step_calls import result_of
 from omni_engine.worker.step_loop import StepLoop
@@ -165,6 +165,8 @@ class StepRunner:
             output.metrics.worker = self._worker_id
             if output.error is None:
                 output.applied_loras = self._adapters.applied(output.request_id)
+            else:
+                log_failure(output.request_id, output.error)
         self._aborts.clear(output.request_id for output in outputs)
         self._adapters.release(output.request_id for output in outputs)
         return outputs
