@@ -19,6 +19,7 @@ import zmq
 from omni_engine.engine.client_desk import ClientDesk, closing_error
 from omni_engine.engine.curve_server import curve_server
 from omni_engine.engine.endpoints import EndpointLock, bind_endpoint, socket_file
+from omni_engine.engine.file_limits import raise_file_limit
 from omni_engine.engine.health import LoopHealth
 from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
 from omni_engine.engine.private_directory import private_directory
@@ -82,6 +83,7 @@ class EngineServer:
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code: 1 if no model could be loaded."""
+        raise_file_limit()
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             self.endpoint = self.endpoint or f"ipc://{directory}/clients"
