@@ -225,7 +225,7 @@ class WorkerHandle:
     def bury(self, now: float) -> Death:
         """Note that the process is gone; returns how and why."""
         self._busy_s = self.busy_s(now)
-        self.state, self.held = WorkerState.DEAD, None
+        self.state, self.held, self.heartbeat = WorkerState.DEAD, None, Heartbeat(0.0)
         self._process.close()
         self.error = self.error or WorkerLostError(
             f"worker {self.worker_id} died: {self._process.ending}",
