@@ -37,6 +37,9 @@ CLIENT_TIMEOUT_S = 15.0
 _UPKEEP_S = 0.1
 """How often clients and results are looked through."""
 
+_PAUSE_S = 5.0
+"""When they were not looked through for so long, nothing is known of how silent clients were."""
+
 _PLACE_RETRY_MS = 1000.0
 """When a client for which there is no place may try again."""
 
@@ -70,7 +73,7 @@ class ClientDesk:
         self._results = ResultStore(result_ttl_s, limits.max_client_backlog_bytes)
         self._intake = Intake(stages, limits, self._results, outbox)
         self._started = time.monotonic()
-        self._next_upkeep = 0.0
+        self._next_upkeep = self._started
         self._clients: dict[bytes, Client] = {}
         self._awaiting_ready: list[tuple[bytes, int | None]] = []
         self._rejected_messages = 0
@@ -169,6 +172,9 @@ class ClientDesk:
         unreachable = self._outbox.take_gone()
         if not unreachable and now < self._next_upkeep:
             return
+        if now - self._next_upkeep > _PAUSE_S:  # this process was stopped, not its clients
+            for client in self._clients.values():
+                client.last_seen = now
         self._next_upkeep = now + _UPKEEP_S
         self._intake.note_throughput(now)
         self._results.expire(now)

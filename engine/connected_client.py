@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from omni_engine.engine.live_request import LiveRequest, Preview
 from omni_engine.engine.outbox import Outbox
-from omni_engine.engine.results import KeptResult, ResultStore, content_digest
+from omni_engine.engine.results import KeptResult, ResultStore
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import DuplicateRequestError
@@ -88,10 +88,8 @@ class Client:
         message = messages.engine_message(messages.OUTPUT, output=output.to_wire())
         frames = codec.encode(message)
         if request is not None and keep:
-            digest = content_digest(request)
-            kept = KeptResult(request.request_id, digest, request.detached, frames)
             owner = None if self.gone else self.identity
-            self.results.keep(kept, owner, time.monotonic())
+            self.results.keep(KeptResult(request, frames), owner, time.monotonic())
         if not self.gone:
             self.outbox.send_frames(self.identity, frames)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from omni_engine.engine.connected_client import Client
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.outbox import Outbox
-from omni_engine.engine.results import KeptResult, ResultStore, content_digest
+from omni_engine.engine.results import KeptResult, ResultStore, same_content
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.throughput import Throughput
 from omni_engine.protocol import messages
@@ -116,18 +116,18 @@ class Intake:
         """
         live, kept = self._live(request.request_id), self._results.get(request.request_id)
         if live is not None and not live.answered:
-            _check_same(request, content_digest(live.request))
+            _check_same(request, live.request)
             client.adopt(live)
             return lambda: client.catch_up(live)
         if kept is not None:
-            _check_same(request, kept.digest)
+            _check_same(request, kept.request)
             return lambda: self._hand_out(kept, client, now)
         if live is not None:
             raise _duplicate(request, retry_after_ms=_ENDING_RETRY_MS)
         return None
 
     def _hand_out(self, kept: KeptResult, client: Client, now: float) -> None:
-        self._results.claim(kept.request_id, client.identity, now)
+        self._results.claim(kept.request.request_id, client.identity, now)
         self._outbox.send_frames(client.identity, kept.frames)
 
     def _take_in(self, client: Client, request: DiffusionRequest, now: float) -> None:
@@ -183,8 +183,8 @@ def closing_error() -> EngineClosedError:
     return EngineClosedError("the engine is shutting down", hint="Submit the request again later.")
 
 
-def _check_same(request: DiffusionRequest, digest: bytes) -> None:
-    if content_digest(request) != digest:
+def _check_same(request: DiffusionRequest, known: DiffusionRequest) -> None:
+    if not same_content(request, known):
         raise _duplicate(request)
 
 

@@ -5,27 +5,29 @@ Pure: the time is passed in, and nothing is sent from here.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from omni_engine.protocol import codec
 from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.tensors import TensorData
 
 _NOT_CONTENT = "timeout_s"
-"""Left out of a request's digest: whoever asks again has less time left."""
+"""Left out of a comparison: whoever asks again has less time left."""
 
 
-def content_digest(request: DiffusionRequest) -> bytes:
-    """Return a digest of everything that a request asks for, its id included, arrays by value."""
+def same_content(one: DiffusionRequest, other: DiffusionRequest) -> bool:
+    """Whether two requests ask for the same, their ids included; arrays are compared by value."""
+    return _content(one) == _content(other)
+
+
+def _content(request: DiffusionRequest) -> list[bytes]:
     wire = request.to_wire()
     del wire[_NOT_CONTENT]
-    header, *buffers = codec.encode(_in_order(wire))
-    digest = hashlib.blake2b(header, digest_size=32)
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.digest()
+    return [bytes(frame) for frame in codec.encode(_in_order(wire))]
 
 
 def _in_order(value: Any) -> Any:
@@ -38,26 +40,37 @@ def _in_order(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
+def _array_bytes(value: Any) -> int:
+    """Return what the arrays in a value take."""
+    match value:
+        case Mapping():
+            return sum(map(_array_bytes, value.values()))
+        case list() | tuple():
+            return sum(map(_array_bytes, value))
+        case np.ndarray():
+            return value.nbytes
+        case TensorData():
+            return memoryview(value.data).nbytes
+    return 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KeptResult:
     """A result and what it is the result of.
 
     Attributes:
-        request_id: the request.
-        digest: of the request's content.
-        detached: whether it outlives its client's goodbye.
+        request: as it was submitted.
         frames: the output message, encoded.
     """
 
-    request_id: str
-    digest: bytes
-    detached: bool
-    frames: list[Any] = field(repr=False, compare=False)
+    request: DiffusionRequest
+    frames: list[Any] = field(repr=False)
 
     @property
     def num_bytes(self) -> int:
-        """What the message takes."""
-        return codec.message_bytes(self.frames)
+        """What it takes: the message, and the request's arrays."""
+        inputs = (self.request.multi_modal_data, self.request.sampling_params.extra_args)
+        return codec.message_bytes(self.frames) + _array_bytes(inputs)
 
 
 @dataclass(slots=True)
@@ -117,7 +130,7 @@ class ResultStore:
             owner: the client that it is sent to; None if that is gone.
             now: seconds, monotonic, never less than before.
         """
-        self._remove(result.request_id)
+        self._remove(result.request.request_id)
         if self._ttl_s > 0:
             self._put(_Kept(result, result.num_bytes, owner, now + self._ttl_s))
 
@@ -140,7 +153,7 @@ class ResultStore:
     def part(self, owner: bytes) -> None:
         """Note that a client said goodbye: only results of detached requests stay."""
         for request_id in self._ids_of(owner):
-            if self._kept[request_id].result.detached:
+            if self._kept[request_id].result.request.detached:
                 self._to_nobody(request_id)
             else:
                 self._remove(request_id)
@@ -165,7 +178,7 @@ class ResultStore:
         self._put_on(request_id, kept)
 
     def _put(self, kept: _Kept) -> None:
-        request_id = kept.result.request_id
+        request_id = kept.result.request.request_id
         self._kept[request_id] = kept
         self.num_bytes += kept.num_bytes
         self._put_on(request_id, kept)
