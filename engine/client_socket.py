@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -68,15 +69,10 @@ def connected_socket(
 def send(engine: Socket, frames: Sequence[Any]) -> None:
     """Send a message; never blocks.
 
-    A socket whose engine refused it when it connected again has no connection any more, and ZeroMQ
-    makes none; it gets a new one, in case the engine knows its keys now.
+    ZeroMQ gives the connection up for good when an engine that was restarted refuses the keys; what
+    is sent then is lost, and the engine's silence tells.
     """
-    try:
-        engine.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        endpoint = engine.getsockopt_string(zmq.LAST_ENDPOINT)
-        engine.disconnect(endpoint)  # else connecting to the same place again does nothing
-        engine.connect(endpoint)
+    with contextlib.suppress(zmq.Again):
         engine.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
 
