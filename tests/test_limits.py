@@ -22,7 +22,12 @@ from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission
 from omni_engine.engine.request_limits import MAX_INPUT_PICTURES
 from omni_engine.protocol import codec
-from omni_engine.protocol.errors import ConfigError, LimitExceededError, MessageTooLargeError
+from omni_engine.protocol.errors import (
+    ConfigError,
+    LimitExceededError,
+    MalformedMessageError,
+    MessageTooLargeError,
+)
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.requests import build_request
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
@@ -151,29 +156,50 @@ def test_a_message_that_is_too_large_is_refused(raw: RawClient) -> None:
     assert_serves(raw)
 
 
-@pytest.mark.parametrize("container", [{}, []], ids=["maps", "lists"])
-def test_a_header_of_very_many_containers_is_refused(raw: RawClient, container: object) -> None:
+@pytest.mark.parametrize("item", [{}, [], "a", 70_000], ids=["maps", "lists", "text", "numbers"])
+def test_a_header_of_very_many_values_is_refused(raw: RawClient, item: object) -> None:
     """Otherwise 16 MB of empty lists would hold up everybody for 6 seconds, and take 1.2 GB."""
-    many = [container] * codec.MAX_CONTAINERS
-    raw.send_frames([msgpack.packb({"v": 1, "type": "status", "id": 71, "extra": many})])
+    many = [[item] * 1000] * 66
+    packed = msgpack.packb({"v": 1, "type": "status", "id": 71, "extra": many})
+    assert len(packed) < codec.MAX_HEADER_BYTES
+    raw.send_frames([packed])
     answer = raw.find(lambda message: message["type"] == "error")
     assert answer["error"]["code"] == "message_too_large"
     assert answer["error"]["field"] == "header"
     assert_serves(raw)
 
 
-def test_containers_are_counted_wherever_they_are() -> None:
-    most = codec.MAX_CONTAINERS - 2  # beside the header itself and the list that holds them
-    for empty in ({}, []):
-        just = {"a": [empty] * most}
-        assert codec.decode([msgpack.packb(just)]) == just
-        beyond = {"a": [empty] * (most + 1)}
-        with pytest.raises(MessageTooLargeError, match="too many maps and lists"):
-            codec.decode([msgpack.packb(beyond)])
-        assert codec.decode([msgpack.packb(beyond)], trusted=True) == beyond
-    in_reference = msgpack.ExtType(codec.EXT_BUFFER, msgpack.packb([[]] * codec.MAX_CONTAINERS))
-    with pytest.raises(MessageTooLargeError, match="too many maps and lists"):
-        codec.decode([msgpack.packb({"a": in_reference})])
+def held(what: str, count: int) -> dict[str, Any]:
+    """A header with so many maps, lists or values."""
+    if what == "values":
+        lists = [[None] * 1000] * 50
+        return {"a": lists, "b": [None] * (count - 50_000 - len(lists) - 2)}
+    return {"a": [{} if what == "maps" else []] * (count - 2)}
+
+
+@pytest.mark.parametrize(
+    ("what", "most"),
+    [
+        ("maps", codec.MAX_CONTAINERS),
+        ("lists", codec.MAX_CONTAINERS),
+        ("values", codec.MAX_ITEMS),
+    ],
+)
+def test_what_a_header_holds_is_counted_wherever_it_is(what: str, most: int) -> None:
+    just, beyond = held(what, most), held(what, most + 1)
+    assert codec.decode([msgpack.packb(just)]) == just
+    with pytest.raises(MessageTooLargeError, match="the header holds too much"):
+        codec.decode([msgpack.packb(beyond)])
+    assert codec.decode([msgpack.packb(beyond)], trusted=True) == beyond
+    reference = msgpack.ExtType(codec.EXT_BUFFER, msgpack.packb(beyond))
+    with pytest.raises(MessageTooLargeError, match="the header holds too much"):
+        codec.decode([msgpack.packb({"a": reference})])
+
+
+def test_a_list_that_is_longer_than_a_header_may_hold_is_not_even_read() -> None:
+    packed = msgpack.packb({"a": [None] * (codec.MAX_ITEMS + 1)})
+    with pytest.raises(MalformedMessageError, match="exceeds max_array_len"):
+        codec.decode([packed])
 
 
 # -- queues and connections
@@ -188,7 +214,7 @@ GATED = {
 }
 
 
-def held(request_id: str, gate: Path) -> Message:
+def waiting_request(request_id: str, gate: Path) -> Message:
     params = {"seed": 1, "extra_args": {"holds": [[0, str(gate)]]}}
     return {"request_id": request_id, "prompt": "a", "sampling_params": params}
 
@@ -196,7 +222,7 @@ def held(request_id: str, gate: Path) -> Message:
 def fill(raw: RawClient, gate: Path, count: int, prefix: str) -> list[str]:
     """Submit requests of which none ends while there is no gate; their ids."""
     ids = [f"{prefix}{index}" for index in range(count)]
-    raw.submit(*(held(request_id, gate) for request_id in ids))
+    raw.submit(*(waiting_request(request_id, gate) for request_id in ids))
     return ids
 
 
@@ -210,17 +236,19 @@ def test_more_waiting_requests_than_may_be_are_refused(
         ids = fill(raw, gate, 1, "first")
         raw.find(lambda message: message.get("status") == "running")
         ids += fill(raw, gate, 3, "more")
-        error = raw.refusal(held("last", gate))
+        error = raw.refusal(waiting_request("last", gate))
         assert error["code"] == FULL
         assert error["field"] == limit
         assert error["retry_after_ms"] > 0
         if limit == "max_waiting_requests":
-            assert other.refusal(held("others", gate))["code"] == FULL
+            assert other.refusal(waiting_request("others", gate))["code"] == FULL
         else:
-            assert other.reply(other.submit(held("others", gate)))["request_ids"] == ["others"]
+            assert other.reply(other.submit(waiting_request("others", gate)))["request_ids"] == [
+                "others"
+            ]
         gate.touch()
         assert [raw.output(request_id)["error"] for request_id in ids] == [None] * 4
-        raw.submit(held("last", gate))
+        raw.submit(waiting_request("last", gate))
         assert raw.output("last")["error"] is None
 
 

@@ -11,11 +11,11 @@ MORE, LONG, COMMAND = 1, 2, 4
 _TIMEOUT_S = 30.0
 
 
-def connected(endpoint: str) -> socket.socket:
+def connected(endpoint: str, timeout_s: float = _TIMEOUT_S) -> socket.socket:
     """A plain socket, connected to an ipc or tcp endpoint."""
     transport, _, address = endpoint.partition("://")
     one = socket.socket(socket.AF_UNIX if transport == "ipc" else socket.AF_INET)
-    one.settimeout(_TIMEOUT_S)
+    one.settimeout(timeout_s)
     if transport == "ipc":
         one.connect(address)
     else:
