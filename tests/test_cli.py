@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from support_pipelines import pattern
 
-from omni_engine.cli import configuration, generate, inspection, interrupts, loras, serve
+from omni_engine.cli import configuration, generate, inspection, interrupts, keys, loras, serve
 from omni_engine.cli import main as cli
 from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
@@ -124,7 +124,7 @@ def pictures_of(folder: Path) -> list[str]:
 
 
 HELPS = [[], ["serve"], ["generate"], ["status"], ["models"], ["config", "show"],
-         ["config", "check"], ["loras"],
+         ["config", "check"], ["keys", "new"], ["loras"],
          *(["loras", name] for name in ("list", "load", "unload", "pin", "unpin"))]  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def test_help_documents_the_exit_codes(invoke: Callable[..., Result]) -> None:
 
 EPILOGS = [cli._EPILOG, serve._EPILOG, generate._EPILOG, inspection._STATUS_EPILOG,
            inspection._MODELS_EPILOG, configuration._SHOW_EPILOG, configuration._CHECK_EPILOG,
-           loras._EPILOG, loras._LIST_EPILOG, loras._LOAD_EPILOG, loras._UNLOAD_EPILOG,
-           loras._PIN_EPILOG, loras._UNPIN_EPILOG]  # fmt: skip
+           keys._NEW_EPILOG, loras._EPILOG, loras._LIST_EPILOG, loras._LOAD_EPILOG,
+           loras._UNLOAD_EPILOG, loras._PIN_EPILOG, loras._UNPIN_EPILOG]  # fmt: skip
 EXAMPLES = [line.strip() for text in EPILOGS for line in text.splitlines() if "  omni-eng" in line]
 
 
