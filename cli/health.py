@@ -16,7 +16,7 @@ from omni_engine.cli import interrupts
 from omni_engine.cli.connecting import KeyOptions, connected
 from omni_engine.cli.display import print_json, print_line
 from omni_engine.cli.tables import duration
-from omni_engine.protocol.errors import RequestTimeoutError
+from omni_engine.protocol.errors import QueueFullError, RequestTimeoutError
 
 CHECK_TIMEOUT_S = 3.5
 """How long an engine may take to answer a check; with the command's own start less than 5 s."""
@@ -30,14 +30,17 @@ def check(address: str, keys: KeyOptions, *, as_json: bool) -> None:
     Raises:
         OmniError: if no engine answers, or not in time.
     """
-    health = _status_in_time(address, keys)["health"]
+    try:
+        health = _status_in_time(address, keys)["health"]
+    except QueueFullError as error:  # it answers, and is as busy as it may be
+        health = {"healthy": True, "reasons": [], "note": error.message}
     if as_json:
         print_json(health)
     else:
         for reason in health["reasons"]:
             print_line(f"unhealthy: {reason}")
         if health["healthy"]:
-            print_line("healthy")
+            print_line("healthy" + (f" ({health['note']})" if "note" in health else ""))
     raise typer.Exit(0 if health["healthy"] else 1)
 
 

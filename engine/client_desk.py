@@ -6,6 +6,7 @@ Every message is validated here; a bad one is answered with a typed error and do
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import time
@@ -91,7 +92,7 @@ class ClientDesk:
     def on_frames(self, frames: list[zmq.Frame]) -> None:
         """Act on a message: the sender's identity, then the message's frames."""
         identity, now = frames[0].bytes, time.monotonic()
-        client = self._known(identity, now)
+        client = self._known(identity, frames[1:], now)
         if client is None:
             return self._turn_away(identity, frames[1:])
         client.last_seen = now
@@ -115,6 +116,7 @@ class ClientDesk:
     def _on_message(self, client: Client, message: messages.ClientMessage, now: float) -> None:
         match message.type:
             case messages.HELLO:
+                self._log_name(client, message.body["client"])
                 welcome = self._welcome()
                 self._reply(client, message, messages.WELCOME, session=client.session, **welcome)
             case messages.SUBMIT:
@@ -140,16 +142,24 @@ class ClientDesk:
                     message, stage, send, now, client=client.identity, limits=self._limits
                 )
 
+    def _log_name(self, client: Client, program: str | None) -> None:
+        """Log who a client is, once it says so: what is logged of its requests has its label."""
+        fields = {"event": "client_connected", "client": client.label, "key": client.key,
+                  "program": program}  # fmt: skip
+        named = "a program without a name" if program is None else json.dumps(program)
+        key = "" if client.key is None else f", key {json.dumps(client.key)}"
+        logger.info("client %s is %s%s", client.label, named, key, extra=fields)
+
     def _reply(
         self, client: Client, message: messages.ClientMessage, kind: str, **body: Any
     ) -> None:
         self._outbox.send(client.identity, messages.engine_message(kind, message.id, **body))
 
-    def _known(self, identity: bytes, now: float) -> Client | None:
+    def _known(self, identity: bytes, frames: list[zmq.Frame], now: float) -> Client | None:
         """Return a client, a new one too; None if there is no place for it."""
         client = self._clients.get(identity)
         if client is None and len(self._clients) < self._limits.max_clients:
-            client = Client(identity, self._outbox, self._results, now)
+            client = Client(identity, self._outbox, self._results, now, key=_key_of(frames))
             self._clients[identity] = client
         return client
 
@@ -271,3 +281,11 @@ class ClientDesk:
             "health": describe_health(stages, self._loop, now, stopping=self.closing),
             "stages": stages,
         }
+
+
+def _key_of(frames: list[zmq.Frame]) -> str | None:
+    """Return the name of the key with which a message's sender is let in; None without keys."""
+    try:
+        return str(frames[0].get("User-Id")) if frames else None
+    except zmq.ZMQError:  # it came without
+        return None

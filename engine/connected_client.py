@@ -30,6 +30,7 @@ class Client:
         waiting: those of them that have not started.
         parted: whether it said goodbye: what ends now is told, and not kept for it.
         gone: whether nothing reaches it any more.
+        key: the name of the key with which it was let in; None without keys.
     """
 
     identity: bytes
@@ -41,6 +42,7 @@ class Client:
     waiting: set[str] = field(default_factory=set)
     parted: bool = False
     gone: bool = False
+    key: str | None = None
 
     @property
     def label(self) -> str:

@@ -56,7 +56,7 @@ class Floor:
     def note_running(self, members: Iterable[LiveRequest], worker_id: str, now: float) -> None:
         """Tell requests that they were sent to a worker."""
         for live in members:
-            live.started = now
+            live.started, live.worker_id = now, worker_id
             self.log.started(live, worker_id, now)
             live.listener.on_status(live.request_id, RequestStatus.RUNNING)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from omni_engine.engine.connected_client import Client
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.outbox import Outbox
+from omni_engine.engine.request_log import RefusalLog
 from omni_engine.engine.results import KeptResult, ResultStore, same_content
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.throughput import Throughput
@@ -53,6 +54,7 @@ class Intake:
         self._results = results
         self._outbox = outbox
         self._throughput = Throughput()
+        self._refusals = RefusalLog()
         self.closing = False
         self.refused = 0
 
@@ -73,6 +75,7 @@ class Intake:
                 accepted.append(request_id)
             except OmniError as error:
                 self.refused += 1
+                self._refusals.refused(error, request_id, client.label, now)
                 refusal = messages.error_message(error, message.id, request_id, index)
                 self._outbox.send(client.identity, refusal)
         reply = messages.engine_message(messages.ACCEPTED, message.id, request_ids=accepted)

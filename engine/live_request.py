@@ -57,6 +57,7 @@ class LiveRequest:
         num_steps: scheduler steps in all; 0 while that is not known.
         told_step: the step that the listener heard of last; 0 before the first.
         told_at: when that was: seconds, monotonic.
+        worker_id: the worker that runs it, or ran it last.
         first_death: that of a worker that ran it; it is not run again after a second one.
     """
 
@@ -70,6 +71,7 @@ class LiveRequest:
     num_steps: int = 0
     told_step: int = 0
     told_at: float = 0.0
+    worker_id: str | None = None
     first_death: Death | None = None
 
     @property

@@ -16,6 +16,9 @@ from omni_engine.protocol.outputs import DiffusionOutput
 
 logger = logging.getLogger(__name__)
 
+_REFUSALS_PER_SPAN, _SPAN_S = 10, 10.0
+"""Whoever is refused all the time can't fill the log."""
+
 _PLAIN = re.compile(r"[\w.:/@+-]+")
 """Words that need no quotes: nothing in them looks like another part of a line."""
 
@@ -83,6 +86,46 @@ class RequestLog:
     def _fields(self, event: str, live: LiveRequest, client: str | None) -> dict[str, Any]:
         fields = {"event": event, "request_id": live.request_id, "model": self._model}
         return fields if client is None else fields | {"client": client}
+
+
+class RefusalLog:
+    """Logs refused requests at INFO, at most ten in ten seconds; the next line counts the rest."""
+
+    def __init__(self) -> None:
+        self._span_start = -_SPAN_S
+        self._logged = self._passed_over = 0
+
+    def refused(self, error: OmniError, request_id: str | None, client: str, now: float) -> None:
+        """Log that a request was not taken in.
+
+        Args:
+            error: why.
+            request_id: its id, if it had one that is acceptable.
+            client: who sent it, in printable characters.
+            now: seconds, monotonic.
+        """
+        if now - self._span_start >= _SPAN_S:
+            self._span_start, self._logged = now, 0
+        if self._logged >= _REFUSALS_PER_SPAN:
+            self._passed_over += 1
+            return
+        passed_over, self._passed_over = self._passed_over, 0
+        self._logged += 1
+        fields = {
+            "event": "request_refused",
+            "request_id": request_id,
+            "error": error.code,
+            "error_field": error.field,
+            "client": client,
+            "not_logged": passed_over,
+        }
+        name = "without an id" if request_id is None else _word(request_id)
+        about = "" if error.field is None else f", {_word(error.field)}"
+        more = f"; {passed_over} more before it" if passed_over else ""
+        logger.info(
+            "%s", f"request {name} of client {client} refused ({error.code}{about}){more}",
+            extra=fields,
+        )  # fmt: skip
 
 
 def _outcome(output: DiffusionOutput) -> dict[str, Any]:

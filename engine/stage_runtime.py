@@ -247,6 +247,7 @@ class StageRuntime:
                     self._on_death(worker, now)
             elif worker.next_start is not None and now >= worker.next_start:
                 worker.restart(now)
+                logger.info("worker %s is started again, process %d", worker.worker_id, worker.pid)
 
     def _admit(self, live: LiveRequest, admitted: AdmittedRequest, now: float) -> None:
         live.admitted = admitted
@@ -307,7 +308,11 @@ class StageRuntime:
 
     def _answer(self, live: LiveRequest, output: DiffusionOutput, now: float) -> None:
         started = now if live.started is None else live.started
-        output.metrics.queue_ms = (started - live.arrival) * 1000
+        metrics = output.metrics
+        metrics.queue_ms = (started - live.arrival) * 1000
+        if output.error is not None:  # it may have ended without its worker's word
+            metrics.run_ms = metrics.run_ms or (now - started) * 1000
+            metrics.worker = metrics.worker or live.worker_id or ""
         live.answered = True
         kind = "aborted" if output.aborted else "failed" if output.error else "completed"
         self.counters[kind] += 1
@@ -326,12 +331,13 @@ class StageRuntime:
 
     def _on_death(self, worker: WorkerHandle, now: float) -> None:
         death = worker.bury(now)
-        logger.error("%s", death.error)
-        again = [i for i in self._dispatch.lose(worker, now) if self._survives(i, death, now)]
+        lost = self._dispatch.lose(worker, now)
+        again = [request_id for request_id in lost if self._survives(request_id, death, now)]
         self._dispatch.run_again(again, now)
         for request_id in again:
             self._live[request_id].start_over(death)
         worker.plan_restart(now)
+        worker.log_death(death, lost, again, now)
         self.adapters.lose(worker, now)
         if self.state == "down":
             self.abort_all(now, self.unavailable(now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import signal
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from omni_engine.protocol.errors import ModelLoadError, OmniError, WorkerLostErr
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import Heartbeat, WorkerSpec
 from omni_engine.stages.config import EngineArgs
+
+logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 2.0
 """How long a stalled worker may take to write its Python stack and end, before it is killed."""
@@ -244,6 +247,44 @@ class WorkerHandle:
             return
         self.next_start, left_dead = self._policy.next_start(now)
         self.state = WorkerState.DEAD if left_dead else WorkerState.RESTARTING
+
+    def log_death(self, death: Death, lost: list[str], again: list[str], now: float) -> None:
+        """Log a death and what comes of it.
+
+        Args:
+            death: as ``bury`` returned it.
+            lost: the requests that it ran.
+            again: those of them that are run again.
+            now: seconds, monotonic.
+        """
+        restart_in_s = None if self.next_start is None else round(self.next_start - now, 3)
+        plan = "it is not started again"
+        if restart_in_s is not None:
+            plan = f"it is started again in {restart_in_s:.1f} s"
+        if self.state is WorkerState.DEAD and restart_in_s is not None:
+            limits = self._arguments
+            plan += (
+                f", as it died {limits.max_worker_deaths} times within "
+                f"{limits.worker_death_window_s:g} s (max_worker_deaths)"
+            )
+        fields = {
+            "event": "worker_died",
+            "worker_id": self.worker_id,
+            "worker_pid": self.pid,
+            "error": death.error.code,
+            "requests_again": again,
+            "requests_ended": [one for one in lost if one not in again],
+            "restart_in_s": restart_in_s,
+        }
+        logger.error(
+            "%s (process %d); %d of its %d requests are run again; %s",
+            death.error.message,
+            self.pid,
+            len(again),
+            len(lost),
+            plan,
+            extra=fields,
+        )
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the worker's state for status."""

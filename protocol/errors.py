@@ -54,6 +54,8 @@ class OmniError(Exception):
         if self.expected is not None:
             parts.append(f"expected: {self.expected}.")
         if self.hint is not None:
+            if not parts[-1].endswith((".", "!", "?", ":", ";")):
+                parts[-1] += "."
             parts.append(self.hint)
         return " ".join(parts)
 
