@@ -156,7 +156,7 @@ def test_a_message_that_is_too_large_is_refused(raw: RawClient) -> None:
     assert_serves(raw)
 
 
-@pytest.mark.parametrize("item", [{}, [], "a", 70_000], ids=["maps", "lists", "text", "numbers"])
+@pytest.mark.parametrize("item", [{}, [], "a", -7], ids=["maps", "lists", "text", "numbers"])
 def test_a_header_of_very_many_values_is_refused(raw: RawClient, item: object) -> None:
     """Otherwise 16 MB of empty lists would hold up everybody for 6 seconds, and take 1.2 GB."""
     many = [[item] * 1000] * 66
