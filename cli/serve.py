@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -51,7 +53,8 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
     _start_logging(engine)
     names = ", ".join(stage.display_name for stage in settings.config.stage_args)
     server = EngineServer(
-        settings.config, address, on_listening=lambda at: _announce(names, at),
+        settings.config, address,
+        on_listening=lambda at: _announce(names, at, settings.config.curve.secret_key),
         on_stage=_announce_state, end_when_unusable=True,
     )  # fmt: skip
     interrupts.release()
@@ -71,11 +74,31 @@ def _announce_state(stage: StageRuntime) -> None:
     print_line(f"{stage.name} is {stage.state}{reason}")
 
 
-def _announce(names: str, address: str) -> None:
-    from omni_engine.engine.endpoints import default_endpoint
-
-    connect = "auto" if address == default_endpoint() else address
+def _announce(names: str, address: str, secret_key: str | None) -> None:
     print_line(
         f"serving {names} at {address} - try: "
-        f'omni-engine generate "a red circle on a white background" -o pictures --connect {connect}'
+        f'omni-engine generate "a red circle on a white background" -o pictures '
+        f"--connect {_reachable(address)}{_key_options(secret_key)}"
     )
+
+
+def _reachable(address: str) -> str:
+    """Return what clients give as ``--connect``; HOST is theirs to fill in where any would do."""
+    from omni_engine.engine.endpoints import default_endpoint
+
+    host, _, port = address.rpartition(":")
+    if host in ("tcp://0.0.0.0", "tcp://[::]"):
+        return f"tcp://HOST:{port}"
+    return "auto" if address == default_endpoint() else address
+
+
+def _key_options(secret_key: str | None) -> str:
+    """Return the options that a client of an engine with this secret key file needs."""
+    from omni_engine.stages.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX
+
+    if secret_key is None:
+        return ""
+    file = Path(secret_key)
+    name = file.stem if file.suffix == SECRET_SUFFIX else "ENGINE"
+    public = shlex.quote(f"{name}{PUBLIC_SUFFIX}")
+    return f" --key YOU{SECRET_SUFFIX} --server-key {public}"

@@ -12,6 +12,9 @@ from omni_engine.stages.key_files import PUBLIC_SUFFIX, read_public_key
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 5
+"""Names of ignored files in one warning."""
+
 
 class AllowedClients:
     """Knows the keys in a folder; looks again at each question, and reads what has changed.
@@ -23,8 +26,10 @@ class AllowedClients:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._read: dict[str, tuple[FileState | None, str | None]] = {}
+        self._ignored: set[str] = set()
         if os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             logger.warning("others on this machine can let clients in: run: chmod go-w %s", folder)
+        self._look()  # what is wrong there shows at the start
 
     def name_of(self, public_key: str) -> str | None:
         """Return the name of the client with a key; None if it may not connect.
@@ -38,16 +43,28 @@ class AllowedClients:
 
     def _look(self) -> None:
         try:
-            names = [name for name in os.listdir(self._folder) if name.endswith(PUBLIC_SUFFIX)]
+            there = os.listdir(self._folder)
         except OSError as error:
             logger.error("nobody can connect: %s can't be read: %s", self._folder, error.strerror)
-            names = []
+            there = []
+        self._warn_of_others(there)
         found = {}
-        for name in names:
+        for name in (name for name in there if name.endswith(PUBLIC_SUFFIX)):
             path = os.path.join(self._folder, name)
             state, known = file_state(path), self._read.get(name)
             found[name] = known if known and known[0] == state else (state, _key_in(path))
         self._read = found
+
+    def _warn_of_others(self, there: list[str]) -> None:
+        """Warn, once, of files whose names keep them from counting as keys."""
+        ignored = {n for n in there if not n.endswith(PUBLIC_SUFFIX) and not n.startswith(".")}
+        if new := sorted(ignored - self._ignored):
+            more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+            logger.warning(
+                "ignored in %s: %s%s; only files named NAME%s let clients in",
+                self._folder, ", ".join(new[:_SHOWN]), more, PUBLIC_SUFFIX,
+            )  # fmt: skip
+        self._ignored = ignored
 
 
 def _key_in(path: str) -> str | None:

@@ -112,7 +112,7 @@ def _await_handshake(
                 raise _refused(
                     endpoint,
                     "does not know this client's key",
-                    "The public key file must lie in the engine's curve.clients folder.",
+                    "Its public key must lie in the engine's curve.clients folder, as NAME.key.",
                 )
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise _mismatch(endpoint, keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket as sockets
 import threading
 import time
@@ -53,7 +54,7 @@ class Doorkeeper:
         self._allowed = allowed
         self._own_key = own_key
         self._failures = failures
-        self._logged_at: float | None = None
+        self._logged_at: dict[str, float] = {}
         self._questions = context.socket(zmq.REP)
         self._questions.bind(_ZAP_ENDPOINT)
         self._stop_reader, self._stop_writer = sockets.socketpair()
@@ -78,7 +79,7 @@ class Doorkeeper:
                 self._answer()
             if self._failures in ready:
                 recv_monitor_message(self._failures)
-                self._refuse("a client had no keys, or not this engine's public key")
+                self._refuse("a client had no keys, or not this engine's public key", "handshake")
         self._questions.close(linger=0)
         self._failures.close(linger=0)
 
@@ -105,15 +106,27 @@ class Doorkeeper:
             if name is not None:
                 logger.debug("client %s connects from %s", name, address.decode())
                 return "200", "OK", name
-            self._refuse(f"the public key {key} of a client at {address.decode()} is not known")
+            at = address.decode()
+            why = f"the public key {key} of a client at {at} is not known"
+            self._refuse(why, "unknown_key", key, at)
         return "400", "this key may not connect", ""
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(
+        self, why: str, reason: str, key: str | None = None, address: str | None = None
+    ) -> None:
+        """Count a refused connection, and log it unless one with this reason was just logged."""
         self.refused += 1
         now = time.monotonic()
-        if self._logged_at is None or now - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now
-            logger.warning("refused a connection: %s (%d so far)", why, self.refused)
+        if now - self._logged_at.get(reason, -math.inf) < _LOG_INTERVAL_S:
+            return
+        self._logged_at[reason] = now
+        logger.warning(
+            "refused a connection: %s (refused connections in all so far: %d)", why, self.refused,
+            extra={
+                "event": "connection_refused", "reason": reason, "key": key, "address": address,
+                "count": self.refused,
+            },
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

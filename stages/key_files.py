@@ -55,9 +55,6 @@ def _read(path: Path, *, secret: bool) -> KeyFile:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path} is no file")
-            if secret and mode & _OTHERS:
-                message = f"the secret key {path} can be used by others on this machine"
-                raise ConfigError(message, hint=f"run: chmod 600 {path}")
             text = file.read(_MAX_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -69,6 +66,9 @@ def _read(path: Path, *, secret: bool) -> KeyFile:
     if secret and "secret" not in keys:
         hint = f"name the file that ends with {SECRET_SUFFIX}"
         raise ConfigError(f"{path} holds no secret key", hint=hint)
+    if secret and mode & _OTHERS:
+        message = f"the secret key {path} can be used by others on this machine"
+        raise ConfigError(message, hint=f"run: chmod 600 {path}")
     return KeyFile(keys["public"], keys.get("secret"))
 
 

@@ -140,6 +140,13 @@ class _Draft:
     def _label(self, name: str) -> str:
         return f"--{name.replace('_', '-')}" if self.origin == "command line" else name
 
+    def _in_options(self, text: str) -> str:
+        """Name the settings of keys as who gives options does."""
+        for name, loc in OVERRIDES.items():
+            if loc[0] == "curve":
+                text = text.replace(dotted(loc), self._label(name))
+        return text
+
     def _refuse(self, name: str, message: str, hint: str | None) -> None:
         self.problems.append(ConfigProblem(self._label(name), message, hint=hint))
 
@@ -188,6 +195,7 @@ class _Draft:
         loc, message, hint, unsupported = finding
         if (at := self._option(loc)) is not None:
             path = dotted((self._label(self.options[at]), *loc[len(at) :]))
+            message, hint = self._in_options(message), hint and self._in_options(hint)
             return ConfigProblem(path, message, hint=hint, unsupported=unsupported)
         mark = next((self.marks[at] for at in _starts(loc) if at in self.marks), None)
         line, column = mark or (None, None)

@@ -24,6 +24,7 @@ from support_pipelines import pattern
 from test_cli import COMMAND, run_command
 
 from omni_engine import Omni, OmniClient, OmniDiffusionSamplingParams
+from omni_engine.engine.allowed_clients import AllowedClients
 from omni_engine.engine.client_socket import connected_socket
 from omni_engine.engine.curve import ClientKeys, new_pair
 from omni_engine.engine.curve_server import curve_server
@@ -31,6 +32,7 @@ from omni_engine.engine.endpoints import bind_endpoint, check_endpoint
 from omni_engine.engine.process import EngineProcess
 from omni_engine.protocol.errors import ConfigError, EngineClosedError
 from omni_engine.stages.config import CurveArgs, DeployConfig
+from omni_engine.stages.key_files import read_public_key
 from omni_engine.stages.settings import load_settings
 
 WITHIN_S = 10.0
@@ -103,8 +105,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         )
     try:
         assert engine.stdout is not None
-        found = re.search(r"tcp://0\.0\.0\.0:\d+", engine.stdout.readline())
+        announced = engine.stdout.readline()
+        found = re.search(r"tcp://0\.0\.0\.0:\d+", announced)
         assert found is not None, log.read_text()
+        port = found[0].rpartition(":")[2]
+        tried = f"--connect tcp://HOST:{port} --key YOU.key_secret --server-key engine.key\n"
+        assert announced.endswith(tried)
         assert engine.stdout.readline() == "pattern is ready\n"
         yield Served(keys, found[0], log, engine.pid)
         os.killpg(engine.pid, signal.SIGINT)
@@ -163,7 +169,8 @@ SPOILT_KEYS: dict[str, tuple[Callable[[Keys], object], str]] = {
     "for the group": (lambda k: k.secret("alice").chmod(0o640), "chmod 600 "),
     "for others": (lambda k: k.secret("alice").chmod(0o604), "chmod 600 "),
     "the public one": (
-        lambda k: shutil.copy(k.folder / "alice.key", k.secret("alice")), ".key_secret",
+        lambda k: shutil.copy(k.folder / "alice.key", k.secret("alice")),
+        "holds no secret key",
     ),
     "empty": (lambda k: k.secret("alice").write_text(""), "holds no key"),
     "no text": (lambda k: k.secret("alice").write_bytes(b"\xff" * 100), "holds no key"),
@@ -293,7 +300,9 @@ def test_a_client_with_a_known_key_makes_pictures(served: Served) -> None:
 
 
 REFUSED = {
-    "an unknown key": (lambda keys: keys.of("mallory"), "does not know", "curve.clients folder"),
+    "an unknown key": (
+        lambda keys: keys.of("mallory"), "does not know", "curve.clients folder, as NAME.key"
+    ),
     "the wrong server's key": (
         lambda keys: keys.of("alice", server="mallory"), "another key, or none", "server key file"
     ),
@@ -400,10 +409,33 @@ def test_refusals_are_counted_and_the_log_is_not_flooded(
         connected_socket(trusted, endpoint, keys.of("alice"), WITHIN_S)
         trusted.destroy(linger=0)
     context.destroy(linger=0)
-    logged = [record.getMessage() for record in caplog.records if "refused" in record.message]
-    assert len(logged) == 1
-    assert "(1 so far)" in logged[0]
-    assert "127.0.0.1" in logged[0]
+    logged = [record for record in caplog.records if "refused" in record.message]
+    unknown, handshake = logged  # once for each reason
+    assert "in all so far: 1)" in unknown.getMessage()
+    assert "127.0.0.1" in unknown.getMessage()
+    public = read_public_key(keys.folder / "mallory.key")
+    named = {"event": "connection_refused", "reason": "unknown_key", "count": 1}
+    assert vars(unknown).items() >= (named | {"key": public, "address": "127.0.0.1"}).items()
+    nameless = {"event": "connection_refused", "reason": "handshake", "count": 21}
+    assert vars(handshake).items() >= (nameless | {"key": None, "address": None}).items()
+
+
+def test_files_that_let_nobody_in_are_warned_of_once(
+    keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(keys.folder / "mallory.key", keys.clients / "bob.pub")
+    (keys.clients / ".hidden").touch()
+    mallory = read_public_key(keys.folder / "mallory.key")
+    allowed = AllowedClients(str(keys.clients))
+    assert [allowed.name_of(mallory) for _ in range(3)] == [None] * 3
+    wanted = f"ignored in {keys.clients}: bob.pub; only files named NAME.key let clients in"
+    assert [record.getMessage() for record in caplog.records] == [wanted]
+    (keys.clients / "bob.pub").rename(keys.clients / "bob.key")
+    for number in range(7):
+        (keys.clients / f"{number}.txt").touch()
+    assert [allowed.name_of(mallory) for _ in range(3)] == ["bob"] * 3
+    assert len(caplog.records) == 2
+    assert "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more;" in caplog.records[1].getMessage()
 
 
 def test_when_nobody_answers_for_the_door_nobody_gets_in(keys: Keys) -> None:
@@ -513,7 +545,8 @@ def test_commands_without_keys_say_what_to_do(served: Served) -> None:
         ("loras --key a --server-key b list", "stand after it"),
         ("keys new", "NAME"),
         ("keys new a/b", "name of a key"),
-        ("serve --curve-clients .", "no effect without curve.secret_key"),
+        ("serve --curve-clients .", "--curve-clients has no effect without --curve-secret-key"),
+        ("serve --endpoint tcp://*:5570", "set --curve-secret-key and --curve-clients"),
     ],
 )
 def test_wrong_usage(line: str, wanted: str) -> None:
