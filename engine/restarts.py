@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from omni_engine.protocol.errors import OmniError
 
 MAX_BACKOFF_S = 30.0
 _MAX_KEPT = 100
+_BARREN_FACTOR = 4
+"""So many times the deaths that are allowed, in a row and without a completed request, show that
+the worker is broken even if requests seem to explain them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +42,8 @@ class RestartPolicy:
 
     The delay doubles with every death within the window, up to 30 s. After ``max_deaths`` within
     the window the worker is left dead until the window holds fewer. Deaths that a request
-    explains don't count if the worker was useful otherwise: whoever sends such requests can't
-    shut others out.
+    explains don't count, so that whoever sends such requests can't shut others out; unless the
+    worker completes nothing at all in between: then it is broken, whatever requests it gets.
 
     Args:
         backoff_s: the first delay, in seconds.
@@ -49,7 +53,7 @@ class RestartPolicy:
 
     def __init__(self, backoff_s: float, max_deaths: int, window_s: float) -> None:
         self._backoff_s, self._max_deaths, self._window_s = backoff_s, max_deaths, window_s
-        self.deaths: deque[Death] = deque(maxlen=max(max_deaths, _MAX_KEPT))
+        self.deaths: deque[Death] = deque(maxlen=max(_BARREN_FACTOR * max_deaths, _MAX_KEPT))
 
     def note(self, death: Death) -> None:
         """Take note of a death."""
@@ -61,11 +65,10 @@ class RestartPolicy:
         Args:
             now: seconds, monotonic.
         """
-        counted = [
-            death.at
-            for death in self.deaths
-            if death.at > now - self._window_s and not (death.explained and death.was_useful)
-        ]
+        recent = [death for death in self.deaths if death.at > now - self._window_s]
+        barren = list(takewhile(lambda death: not death.was_useful, reversed(recent)))
+        is_broken = len(barren) >= _BARREN_FACTOR * self._max_deaths
+        counted = [death.at for death in recent if is_broken or not death.explained]
         if len(counted) >= self._max_deaths:
             return counted[-self._max_deaths] + self._window_s, True
         doublings = min(max(0, len(counted) - 1), 30)

@@ -246,8 +246,10 @@ class StageRuntime:
                 if worker.exit_code is not None:
                     self._on_death(worker, now)
             elif worker.next_start is not None and now >= worker.next_start:
-                worker.restart(now)
-                logger.info("worker %s is started again, process %d", worker.worker_id, worker.pid)
+                if worker.restart(now):
+                    name, pid = worker.worker_id, worker.pid
+                    logger.info("worker %s is started again, process %d", name, pid)
+                self._end_all_if_down(now)
 
     def _admit(self, live: LiveRequest, admitted: AdmittedRequest, now: float) -> None:
         live.admitted = admitted
@@ -339,6 +341,9 @@ class StageRuntime:
         worker.plan_restart(now)
         worker.log_death(death, lost, again, now)
         self.adapters.lose(worker, now)
+        self._end_all_if_down(now)
+
+    def _end_all_if_down(self, now: float) -> None:
         if self.state == "down":
             self.abort_all(now, self.unavailable(now))
             self.adapters.refuse_checks(self.unavailable(now), now)

@@ -58,7 +58,7 @@ class StepDispatch:
         ready = self._ready()
         if not ready or not self.scheduler.num_waiting + self.scheduler.num_running:
             return
-        awaited = any(worker.is_recovering for worker in self._floor.workers.values())
+        awaited = any(worker.is_expected(now) for worker in self._floor.workers.values())
         for assignment in self.scheduler.schedule(ready, now, awaited=awaited):
             self._start(assignment, now)
 

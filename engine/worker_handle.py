@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2.0
 """How long a stalled worker may take to write its Python stack and end, before it is killed."""
 
+_SOON_S = 60.0
+"""For how long after a worker's death others need not take over what only it should run."""
+
 _DEATHS_SHOWN = 5
 _TAIL_SHOWN = 20
 
@@ -74,6 +77,7 @@ class WorkerHandle:
         """Start a process."""
         self.state = WorkerState.LOADING
         self.error: OmniError | None = None
+        self._process: WorkerProcess | None
         self.ready_message: dict[str, Any] = {}
         self.started_at = self.last_seen = self._busy_since = now
         self.heartbeat = Heartbeat(0.0)
@@ -81,14 +85,26 @@ class WorkerHandle:
         self._active: Hashable | None = None
         self._completed_before = self.completed
         self._kill_at: float | None = None
-        self._process = WorkerProcess(self._spec, self.device)
+        try:
+            self._process = WorkerProcess(self._spec, self.device)
+        except (OSError, RuntimeError) as error:  # no descriptors, memory or threads are left
+            self._process = None
+            self.state = WorkerState.DEAD
+            self.error = WorkerLostError(
+                f"worker {self.worker_id} can't be started: {error}",
+                hint="The machine is short of what a process needs: see its limits.",
+            )
+            self._policy.note(Death(now, self.error))
+            self.plan_restart(now)
+            logger.error("%s", self.error)
 
-    def restart(self, now: float) -> None:
-        """Start another process in a dead one's place."""
+    def restart(self, now: float) -> bool:
+        """Start another process in a dead one's place; False if that can't be done now."""
         self.restarts += 1
         self.next_start = None
         self._spec = dataclasses.replace(self._spec, incarnation=self._spec.incarnation + 1)
         self._run(now)
+        return self._process is not None
 
     @property
     def identity(self) -> str:
@@ -97,13 +113,13 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+        """The process id; 0 if no process could be started."""
+        return 0 if self._process is None else self._process.pid
 
     @property
     def exit_code(self) -> int | None:
         """The exit code (negative: the signal's number), or None while the process runs."""
-        return self._process.exit_code
+        return None if self._process is None else self._process.exit_code
 
     @property
     def has_process(self) -> bool:
@@ -126,6 +142,10 @@ class WorkerHandle:
         """The worker as the scheduler sees it."""
         on_device = frozenset() if self.held is None else frozenset(self.held.device)
         return WorkerSlot(self.worker_id, self._active, on_device)
+
+    def is_expected(self, now: float) -> bool:
+        """Whether it died only just now, so that it may soon be back."""
+        return self.is_recovering and now - self._policy.deaths[-1].at < _SOON_S
 
     @property
     def last_error(self) -> OmniError | None:
@@ -223,18 +243,20 @@ class WorkerHandle:
         """Let the process write where it is stuck, and end."""
         self.error = error
         self._kill_at = now + _ABORT_GRACE_S
-        self._process.send_signal(signal.SIGABRT)
+        self._signal(signal.SIGABRT)
 
     def bury(self, now: float) -> Death:
         """Note that the process is gone; returns how and why."""
         self._busy_s = self.busy_s(now)
         self.state, self.held, self.heartbeat = WorkerState.DEAD, None, Heartbeat(0.0)
-        self._process.close()
+        process = self._process
+        assert process is not None  # only what has lived can die
+        process.close()
         self.error = self.error or WorkerLostError(
-            f"worker {self.worker_id} died: {self._process.ending}",
+            f"worker {self.worker_id} died: {process.ending}",
             hint="Its last words are in `omni-engine status`.",
         )
-        death = Death(now, self.error, self._process.tail, self.completed > self._completed_before)
+        death = Death(now, self.error, process.tail, self.completed > self._completed_before)
         self._policy.note(death)
         return death
 
@@ -330,16 +352,21 @@ class WorkerHandle:
 
     def terminate(self) -> None:
         """Ask the operating system to end the process."""
-        self._process.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process for sure."""
-        self._process.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process to end; False if it still runs."""
-        return self._process.wait(timeout_s)
+        return self._process is None or self._process.wait(timeout_s)
 
     def close(self) -> None:
-        """Release the pipes to an ended process."""
-        self._process.close()
+        """Release the pipes to an ended process, and end what it left running."""
+        if self._process is not None:
+            self._process.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)

@@ -49,7 +49,13 @@ class WorkerProcess:
         self._pump = threading.Thread(
             target=self._pass_on, args=(reader,), name=f"stderr-{spec.identity}", daemon=True
         )
-        self._pump.start()
+        try:
+            self._pump.start()
+        except RuntimeError:  # no thread is left: clean up, then pass it on
+            self._process.kill()
+            self._process.wait()
+            os.close(reader)
+            raise
         assert self._process.stdin is not None  # PIPE was asked for
         with contextlib.suppress(BrokenPipeError):  # it died already; its exit code tells
             pipes.write_message(self._process.stdin.fileno(), spec.to_wire())
@@ -91,7 +97,12 @@ class WorkerProcess:
         return True
 
     def close(self) -> None:
-        """Release the pipes to an ended process; its last words have been read."""
+        """Release the pipes to an ended process, and end what it left running.
+
+        Its last words have been read then.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it left nothing
+            os.killpg(self.pid, signal.SIGKILL)
         self._pump.join(_LAST_WORDS_S)
         if self._process.stdin is not None:
             self._process.stdin.close()

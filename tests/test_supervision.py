@@ -276,14 +276,15 @@ def test_after_too_many_deaths_the_window_has_to_pass() -> None:
     assert policy.next_start(200.0) == (200.5, False)
 
 
-def test_deaths_that_a_request_explains_do_not_count_if_the_worker_was_useful() -> None:
-    policy = RestartPolicy(backoff_s=0.5, max_deaths=2, window_s=60)
-    for at in range(10):
-        policy.note(died(float(at), was_useful=True, explained=True))
-    assert policy.next_start(10.0) == (10.5, False)
-    for at in (10.0, 11.0):
-        policy.note(died(at, explained=True))
-    assert policy.next_start(11.0) == (70.0, True)
+def test_deaths_that_a_request_explains_do_not_count_unless_nothing_else_happens() -> None:
+    policy = RestartPolicy(backoff_s=0.5, max_deaths=2, window_s=600)
+    for at in range(7):
+        policy.note(died(float(at), explained=True))
+    assert policy.next_start(7.0) == (7.5, False)
+    policy.note(died(8.0, explained=True))
+    assert policy.next_start(8.0) == (606.0, True), "eight in a row, and nothing completed"
+    policy.note(died(9.0, explained=True, was_useful=True))
+    assert policy.next_start(9.0) == (9.5, False)
 
 
 def test_deadlines_come_in_order_and_leave_nothing_behind() -> None:
