@@ -6,6 +6,7 @@ Public names: ``load_settings``, ``Settings``, ``OVERRIDES``, ``Origin``.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,7 +145,8 @@ class _Draft:
         """Name the settings of keys as who gives options does."""
         for name, loc in OVERRIDES.items():
             if loc[0] == "curve":
-                text = text.replace(dotted(loc), self._label(name))
+                whole_word = rf"(?<!\S){re.escape(dotted(loc))}(?!\S)"  # not a part of a path
+                text = re.sub(whole_word, self._label(name), text)
         return text
 
     def _refuse(self, name: str, message: str, hint: str | None) -> None:

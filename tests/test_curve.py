@@ -546,6 +546,7 @@ def test_commands_without_keys_say_what_to_do(served: Served) -> None:
         ("keys new", "NAME"),
         ("keys new a/b", "name of a key"),
         ("serve --curve-clients .", "--curve-clients has no effect without --curve-secret-key"),
+        ("serve --curve-clients gone/curve.clients", "/gone/curve.clients"),
         ("serve --endpoint tcp://*:5570", "set --curve-secret-key and --curve-clients"),
     ],
 )
