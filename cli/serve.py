@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,18 +66,28 @@ def serve(model: Model = None, endpoint: Endpoint = None, *, engine: EngineOptio
 def _start_logging(engine: EngineOptions) -> None:
     """Log to standard error, workers included: they read the environment."""
     from omni_engine.protocol.logs import choose_logging, start_logging
+    from omni_engine.protocol.stderr_writer import stderr_writer
 
     choose_logging(engine.log_level, engine.log_format)
-    start_logging("engine", "INFO")
+    start_logging("engine", "INFO", stderr_writer())
+
+
+def _say(line: str) -> None:
+    """Print a line if anybody reads it: an engine does not depend on its standard output."""
+    try:
+        print_line(line)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _announce_state(stage: StageRuntime) -> None:
     reason = f": {stage.error}" if stage.error is not None else ""
-    print_line(f"{stage.name} is {stage.state}{reason}")
+    _say(f"{stage.name} is {stage.state}{reason}")
 
 
 def _announce(names: str, address: str, secret_key: str | None) -> None:
-    print_line(
+    _say(
         f"serving {names} at {address} - try: "
         f'omni-engine generate "a red circle on a white background" -o pictures '
         f"--connect {_reachable(address)}{_key_options(secret_key)}"

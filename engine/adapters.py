@@ -17,7 +17,12 @@ from omni_engine.engine.registered_adapter import (
     unknown_adapter,
 )
 from omni_engine.protocol.adapters import AdapterActivation, AdapterReport, compose
-from omni_engine.protocol.errors import InvalidRequestError, ModelLoadError, OmniError
+from omni_engine.protocol.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    OmniError,
+    StageUnavailableError,
+)
 from omni_engine.protocol.sampling import LoRARequest, canonical_scale
 from omni_engine.stages.config import EngineArgs
 
@@ -170,6 +175,8 @@ class AdapterRegistry:
         else:
             error = error or ModelLoadError(f"adapter {entry.name!r} could not be checked")
             self._refuse(entry, error)
+            if isinstance(error, StageUnavailableError):  # it says nothing of the file
+                entry.seen = None
         current = self._entries.get(entry.name)
         still = current is not None and current.check is not None
         return Settled(entry, error, open=still, retired=retired)

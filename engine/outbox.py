@@ -26,6 +26,11 @@ RETRY_S = 0.02
 IN_FLIGHT_BYTES = 8 << 20
 """Another large message goes to ZeroMQ while less than this of a client's is still in its hands."""
 
+STILL_S = 5.0
+"""A client that took nothing for so long, while more is kept for it than may be, does not read."""
+
+_SLOW_FACTOR = 8
+
 _LARGE_BYTES = zmq.COPY_THRESHOLD
 """Smaller frames are copied when they are sent, and not counted."""
 
@@ -39,6 +44,7 @@ class _Lane:
         kept_bytes: their size together.
         in_flight: trackers of large frames that ZeroMQ has, each with its size.
         in_flight_bytes: their size together.
+        moved_at: when the client last took something of it: seconds, monotonic.
     """
 
     kept: collections.deque[tuple[list[Any], int]] = field(default_factory=collections.deque)
@@ -47,12 +53,14 @@ class _Lane:
         default_factory=collections.deque
     )
     in_flight_bytes: int = 0
+    moved_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_open(self) -> bool:
         """Whether ZeroMQ may be handed one more large message."""
         while self.in_flight and self.in_flight[0][0].done:
             self.in_flight_bytes -= self.in_flight.popleft()[1]
+            self.moved_at = time.monotonic()
         return self.in_flight_bytes < IN_FLIGHT_BYTES
 
     def keep(self, frames: list[Any]) -> None:
@@ -63,6 +71,7 @@ class _Lane:
 
     def drop_first(self) -> None:
         """Let go of the message that was kept longest."""
+        self.moved_at = time.monotonic()
         self.kept_bytes -= self.kept.popleft()[1]
 
 
@@ -89,8 +98,17 @@ class Outbox:
         return 0 if lane is None else lane.kept_bytes
 
     def over(self, max_bytes: int) -> list[bytes]:
-        """Return the clients for which more than so much is kept."""
-        return [who for who, lane in self._lanes.items() if lane.kept_bytes > max_bytes]
+        """Return the clients that don't read: more than so much is kept, and nothing moves.
+
+        Of one that reads too slowly for what it asks for, eight times as much is kept at most.
+        """
+        still = time.monotonic() - STILL_S
+        return [
+            who
+            for who, lane in self._lanes.items()
+            if lane.kept_bytes > max_bytes
+            and (lane.moved_at < still or lane.kept_bytes > _SLOW_FACTOR * max_bytes)
+        ]
 
     def send(self, identity: bytes, message: dict[str, Any], *, droppable: bool = False) -> None:
         """Send a message; a client that is gone loses it.

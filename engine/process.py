@@ -15,6 +15,7 @@ from typing import Any
 from omni_engine.protocol import pipes
 from omni_engine.protocol.errors import ConfigError, EngineClosedError, OmniError, error_from_wire
 from omni_engine.protocol.logs import start_logging
+from omni_engine.protocol.stderr_writer import stderr_writer
 from omni_engine.stages.config import DeployConfig
 
 ENGINE_MODULE = "omni_engine.engine.process"
@@ -109,7 +110,7 @@ def main() -> int:
 
     try:
         config = DeployConfig.model_validate(pipes.read_message(_STDIN))
-        start_logging("engine", "WARNING")
+        start_logging("engine", "WARNING", stderr_writer())
         server = EngineServer(
             config,
             config.endpoint,

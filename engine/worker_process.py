@@ -14,6 +14,7 @@ from omni_engine.engine.devices import WorkerDevice
 from omni_engine.protocol import pipes
 from omni_engine.protocol.logs import passed_on
 from omni_engine.protocol.plans import WorkerSpec
+from omni_engine.protocol.stderr_writer import write_stderr
 
 WORKER_MODULE = "omni_engine.worker.process"
 
@@ -114,8 +115,7 @@ class WorkerProcess:
                 if text:
                     shown = (c if c.isprintable() else repr(c)[1:-1] for c in text)
                     self._tail.append("".join(shown)[:_TAIL_LINE_CHARS])
-                with contextlib.suppress(OSError):  # nobody reads it; the worker must go on
-                    os.write(2, passed_on(self._worker_id, line))
+                write_stderr(passed_on(self._worker_id, line))
 
 
 def _spawn(spec: WorkerSpec, device: WorkerDevice, output: int) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ import time
 from types import TracebackType
 
 from omni_engine.protocol.errors import ConfigError
+from omni_engine.protocol.stderr_writer import StderrWriter
 
 LEVEL_VARIABLE = "OMNI_ENGINE_LOG_LEVEL"
 """Environment variable with the least level that is logged; children inherit it."""
@@ -32,12 +33,13 @@ _OWN_FIELDS = ("ts", "level", "process", "logger", "message", "exception")
 """Fields of a JSON line that no ``extra`` replaces."""
 
 
-def start_logging(process: str, default_level: str) -> None:
+def start_logging(process: str, default_level: str, writer: StderrWriter | None = None) -> None:
     """Start logging to standard error; warnings and uncaught exceptions are logged, too.
 
     Args:
         process: name shown in every line, such as "engine" or a worker's id.
         default_level: used, and handed to children, when the variable is not set.
+        writer: takes the lines where nobody may wait for who reads them; None writes directly.
 
     Raises:
         ConfigError: if a variable names no level or no format.
@@ -59,7 +61,7 @@ def start_logging(process: str, default_level: str) -> None:
             value=form,
             expected="one of " + ", ".join(FORMATS),
         )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if writer is None else _ToWriter(writer)
     handler.setFormatter(_JsonLine(process) if form == "json" else _ConsoleLine(process))
     logging.basicConfig(level=level, handlers=[handler])
     logging.captureWarnings(True)
@@ -85,6 +87,20 @@ def passed_on(process: str, line: bytes) -> bytes:
     text = line.decode("utf-8", "replace").rstrip()
     fields = {"ts": _timestamp(time.time()), "level": "WARNING", "process": process}
     return (json.dumps(fields | {"logger": "stderr", "message": text}) + "\n").encode()
+
+
+class _ToWriter(logging.Handler):
+    """Hands records to a writer that never waits."""
+
+    def __init__(self, writer: StderrWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+        except Exception:  # noqa: BLE001  # boundary: logging's own way with a record it can't format
+            self.handleError(record)
 
 
 class _ConsoleLine(logging.Formatter):

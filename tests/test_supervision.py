@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from conftest import PATTERN
 from fault_pipelines import LOAD_VARIABLE, REQUESTS, STEPS
 from support_pipelines import pattern
 
@@ -247,6 +250,49 @@ def test_the_end_does_not_wait_longer_than_it_may(start_own_engine: Callable[...
         assert error.code == "engine_closed"
     wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE,
                "the engine is gone", 20)  # fmt: skip
+
+
+def test_a_process_that_can_not_be_started_is_tried_again(
+    start_own_engine: Callable[..., Omni],
+) -> None:
+    """The engine has no file descriptor left for a worker; it goes on, and so does the worker."""
+    omni = start_own_engine(**settings(REQUESTS, False, max_worker_deaths=1000))
+    engine = psutil.Process(omni._engine.pid)
+    before = engine.rlimit(psutil.RLIMIT_NOFILE)
+    worker = stage_of(omni)["workers"][0]["pid"]
+    engine.rlimit(psutil.RLIMIT_NOFILE, (engine.num_fds(), before[1]))
+    os.kill(worker, signal.SIGKILL)
+
+    def told() -> bool:
+        deaths = stage_of(omni)["workers"][0]["deaths"]
+        return any("can't be started" in death["error"]["message"] for death in deaths)
+
+    wait_until(told, "it was tried in vain")
+    engine.rlimit(psutil.RLIMIT_NOFILE, before)
+    is_right(omni.submit("a", params(3)).result(120), "a", 3)
+
+
+def test_an_engine_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
+    """More than a pipe holds: it answers, and ends when it is told to."""
+    endpoint = f"ipc://{tmp_path}/engine"
+    executable = str(Path(sys.executable).with_name("omni-engine"))
+    command = [executable, "serve", "bundled", "--pipeline", PATTERN, "--devices", "cpu",
+               "--endpoint", endpoint]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            while "is ready" not in engine.stdout.readline():
+                assert engine.poll() is None
+            with OmniClient(endpoint) as client:
+                for _ in range(6):
+                    assert all(output.ok for output in client.generate(["a"] * 60, timeout_s=60))
+                assert stage_of(client)["requests"]["completed"] == 360
+            engine.terminate()
+            assert engine.wait(30) == 0
+        finally:
+            engine.kill()
 
 
 # -- pure parts

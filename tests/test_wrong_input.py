@@ -104,7 +104,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         stage("pattern", pipeline="odd_pipelines:OddPipeline"),
         stage("guided", model=str(guided), lora_modules=loras, default_sampling_params={
             "height": 64, "width": 64, "num_inference_steps": 2}),
-        stage("pair", replicas=2, pipeline=PATTERN),
+        stage("pair", replicas=2, pipeline=PATTERN, max_worker_deaths=1),
         stage("no-class", pipeline="support_pipelines:Nope"),
         stage("no-forward", pipeline="support_pipelines:NoForward"),
         stage("unknown-class", model=str(unknown)),
@@ -817,28 +817,21 @@ def test_a_pipeline_that_raises_text_that_can_not_be_sent(raw: RawClient) -> Non
     assert raw.output(good["request_id"])["error"] is None
 
 
-def kill_a_worker(client: RawClient, exit_code: int) -> None:
-    """Make a worker of the pair exit; its request is told, another model's goes on."""
-    bad, good = wire("pair", extra_args={"exit_code": exit_code}), wire()
-    client.submit(bad, good)
-    error = client.output(bad["request_id"])["error"]
-    assert error["code"] == "worker_lost"
-    assert f"exit code {exit_code}" in error["message"]
-    assert client.output(good["request_id"])["error"] is None
-
-
 def state_of(client: RawClient, model: str) -> str:
     (found,) = [m["state"] for m in client.call("hello")["models"] if m["name"] == model]
     return str(found)
 
 
 def test_workers_die_one_after_the_other(raw: RawClient, client: OmniClient) -> None:
+    """A request that kills workers ends those of its model; another model's goes on."""
     assert state_of(raw, "pair") == "ready"
-    kill_a_worker(raw, 3)
-    assert state_of(raw, "pair") == "degraded"
-    assert completes(raw, "pair")
-    kill_a_worker(raw, 4)
-    assert state_of(raw, "pair") == "down"
+    bad, good = wire("pair", extra_args={"exit_code": 3}), wire()
+    raw.submit(bad, good)
+    error = raw.output(bad["request_id"])["error"]
+    assert error["code"] == "worker_died_repeatedly"
+    assert "exit code 3" in error["message"]
+    assert raw.output(good["request_id"])["error"] is None
+    assert state_of(raw, "pair") == "down", "the breaker lets a worker die once"
     error = refused_beside_a_good_one(raw, wire("pair"))
     matches(error, "stage_unavailable", "model", value="pair", hint="status")
     assert "exit code" in error["message"]
