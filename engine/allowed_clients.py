@@ -27,6 +27,7 @@ class AllowedClients:
         self._folder = folder
         self._read: dict[str, tuple[FileState | None, str | None]] = {}
         self._ignored: set[str] = set()
+        self._unreadable = False
         if os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             logger.warning("others on this machine can let clients in: run: chmod go-w %s", folder)
         self._look()  # what is wrong there shows at the start
@@ -45,8 +46,13 @@ class AllowedClients:
         try:
             there = os.listdir(self._folder)
         except OSError as error:
-            logger.error("nobody can connect: %s can't be read: %s", self._folder, error.strerror)
-            there = []
+            if not self._unreadable:  # told once: whoever is refused comes again and again
+                logger.error(
+                    "nobody can connect: %s can't be read: %s", self._folder, error.strerror
+                )
+            self._unreadable, there = True, []
+        else:
+            self._unreadable = False
         self._warn_of_others(there)
         found = {}
         for name in (name for name in there if name.endswith(PUBLIC_SUFFIX)):
