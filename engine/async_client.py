@@ -50,7 +50,8 @@ class AsyncRequestHandle:
     async def result(self) -> DiffusionOutput:
         """Wait for the request's end; a failed one carries its ``error``.
 
-        Cancelling the wait aborts the request.
+        Cancelling the wait, as ``asyncio.wait_for`` does when time is up, aborts the request;
+        waiting for ``asyncio.shield(handle.result())`` leaves it running.
         """
         try:
             return await asyncio.wrap_future(self._bound.future)

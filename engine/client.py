@@ -31,9 +31,10 @@ class OmniClient(LoRACalls):
         endpoint: where the engine listens; None for the default endpoint.
         connect_timeout_s: seconds within which the engine must answer.
         reconnect_timeout_s: seconds for which an engine that owes an answer may be silent, be it
-            stopped, gone or being started again. If it is back by then, requests go on, or run
+            stuck, killed or being started again. If it is back by then, requests go on, or run
             anew with the same result if they have a seed; else all that is pending ends with
-            ``EngineClosedError``.
+            ``EngineClosedError``. So does, at once, what an engine that is told to stop leaves
+            unfinished: submit that again.
         keys: for an engine that encrypts; needed for ``tcp://`` beyond this machine.
 
     Raises:
@@ -76,7 +77,9 @@ class OmniClient(LoRACalls):
             prompt: text, or a dict with "prompt", "negative_prompt", "multi_modal_data".
             sampling_params: how to make the picture.
             request_id: unique among live requests; drawn when None. If the engine still knows a
-                request with this id and the same content, that is followed and none run twice.
+                request with this id and the same content, that is followed and none run twice;
+                who followed it before gets a ``DuplicateRequestError``. If this client follows
+                one with this id already, the new handle gets that error.
             model: a served model's name; None for the engine's first.
             detached: keep running when this client goes away.
             preview_every: steps between small preview pictures, which come with the events.

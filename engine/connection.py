@@ -46,7 +46,7 @@ class Connection:
         endpoint: where the engine listens; None for the default endpoint.
         connect_timeout_s: seconds within which the engine must answer.
         reconnect_timeout_s: seconds for which an engine that owes an answer may be silent, be it
-            stopped, gone or being started again; then everything pending ends.
+            stuck, gone or being started again; then everything pending ends.
         keys: for an engine that encrypts.
 
     Raises:
@@ -175,8 +175,9 @@ def raise_if_down(models: Sequence[dict[str, Any]]) -> None:
 
 def _duplicate(request_id: str) -> DuplicateRequestError:
     return DuplicateRequestError(
-        "the request id is in use",
+        "the request id is in use: this client follows it already",
         field="request_id",
         value=request_id,
         expected="an id that no live request of this client has",
+        hint="The first submit() returned its handle.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import inspect
 import json
 import os
 import re
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from omni_engine import OmniClient
+from omni_engine.cli.health import CHECK_TIMEOUT_S
+from omni_engine.engine.connection import ENGINE_TIMEOUT_S
 from omni_engine.engine.health import SILENCE_S
 from omni_engine.engine.restarts import MAX_BACKOFF_S
 from omni_engine.stages.config import DeployConfig, EngineArgs
+from omni_engine.worker.certificates import CACHE_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -25,7 +30,7 @@ BLOCK = re.compile(
 )
 RUN_DOCUMENTS = [
     "README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md",
-    "docs/operations.md", "docs/security.md",
+    "docs/operations.md", "docs/security.md", "docs/client.md",
 ]  # fmt: skip
 
 
@@ -140,6 +145,7 @@ def test_the_systemd_unit_works(tmp_path: Path) -> None:
     assert service["RuntimeDirectory"] == "omni-engine"
     shutdown_s = float(options[options.index("--shutdown-timeout-s") + 1])
     assert float(service["TimeoutStopSec"]) >= shutdown_s + 10
+    assert service["Environment"] == f"{CACHE_VARIABLE}=%C/{service['CacheDirectory']}"
 
 
 def test_the_settings_that_operations_names_have_these_defaults() -> None:
@@ -154,6 +160,19 @@ def test_the_settings_that_operations_names_have_these_defaults() -> None:
     assert f"doubles that, up to {MAX_BACKOFF_S:g} s" in text
     assert SILENCE_S == 3
     assert "was heard of within three seconds" in text
+    assert f"waits at most {CHECK_TIMEOUT_S:g} seconds" in text
+    (probe_s,) = re.findall(r"^HEALTHCHECK .*--timeout=(\d+)s", text, re.MULTILINE)
+    assert float(probe_s) >= CHECK_TIMEOUT_S + 10
+
+
+def test_the_times_that_the_page_for_clients_names_are_the_real_ones() -> None:
+    text = (ROOT / "docs/client.md").read_text()
+    defaults = inspect.signature(OmniClient).parameters
+    assert f"`connect_timeout_s` ({defaults['connect_timeout_s'].default:g} s)" in text
+    assert defaults["reconnect_timeout_s"].default == ENGINE_TIMEOUT_S
+    assert f"`reconnect_timeout_s` ({ENGINE_TIMEOUT_S:g} s)" in text
+    kept_s = DeployConfig.model_fields["result_ttl_s"].default
+    assert f"`result_ttl_s` ({kept_s:g} s;" in text
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=str)
