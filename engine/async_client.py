@@ -16,6 +16,7 @@ from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
+from omni_engine.protocol.requests import checked_patience
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 
@@ -192,6 +193,7 @@ class AsyncOmniClient(AsyncLoRACalls):
         ``on_progress`` is called in the event loop. Cancelling the call aborts what has not
         finished.
         """
+        timeout_s = checked_patience(timeout_s)
         items = as_list(prompts)
         requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]

@@ -16,7 +16,7 @@ from omni_engine.engine.prompts import Prompt, as_list, build_requests
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
-from omni_engine.protocol.requests import DiffusionRequest
+from omni_engine.protocol.requests import DiffusionRequest, checked_patience
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 Params = OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None
@@ -134,8 +134,10 @@ class OmniClient(LoRACalls):
             Outputs in the order given. A failed item carries its ``error``; the others are whole.
 
         Raises:
-            InvalidRequestError: if the lists' lengths differ.
+            InvalidRequestError: if the lists' lengths differ, or ``timeout_s`` is no number from
+                0 to 30 days.
         """
+        timeout_s = checked_patience(timeout_s)
         items = as_list(prompts)
         requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
         good = [request for request in requests if not isinstance(request, OmniError)]

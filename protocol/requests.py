@@ -115,6 +115,16 @@ class DiffusionRequest:
         )
 
 
+def checked_patience(timeout_s: object) -> float | None:
+    """Return how long a caller waits, in seconds; None: without end.
+
+    Raises:
+        InvalidRequestError: if it is no finite number from 0 to 30 days.
+    """
+    rule = fields.number(0.0, MAX_TIMEOUT_S)
+    return None if timeout_s is None else rule.apply("timeout_s", timeout_s)
+
+
 def new_request_id() -> str:
     """Return a fresh random request id."""
     return f"req-{uuid.uuid4().hex[:16]}"

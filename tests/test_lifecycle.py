@@ -199,6 +199,13 @@ def test_generate_with_a_timeout_aborts_what_is_late(client: OmniClient) -> None
     assert fine.ok or isinstance(fine.error, RequestTimeoutError)
 
 
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, "soon"])
+def test_generate_takes_no_impossible_timeout(client: OmniClient, timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        client.generate("a", timeout_s=timeout_s)
+    assert caught.value.field == "timeout_s"
+
+
 def test_no_engine_at_the_endpoint() -> None:
     with pytest.raises(EngineClosedError, match="no engine answers") as caught:
         OmniClient(f"ipc://{os.environ['TMPDIR']}/nobody", connect_timeout_s=0.5)
