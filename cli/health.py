@@ -19,7 +19,7 @@ from omni_engine.cli.tables import duration
 from omni_engine.protocol.errors import QueueFullError, RequestTimeoutError
 
 CHECK_TIMEOUT_S = 3.5
-"""How long an engine may take to answer a check; with the command's own start less than 5 s."""
+"""How long an engine may take to answer a check; the command's own start comes on top."""
 
 _TAIL_LINES = 10
 

@@ -40,8 +40,9 @@ _STATUS_EPILOG = """
   omni-engine status --json
   omni-engine status --check
 
-With --check nothing but the health is printed, within five seconds; exit code 0 if the
-engine is healthy, 1 if it is not, is still starting, is stopping, or does not answer.
+With --check nothing but the health is printed, after 3.5 seconds of waiting at
+most; exit code 0 if the engine is healthy, 1 if it is not, is still starting,
+is stopping, or does not answer.
 """
 
 _MODELS_HELP = "List the models that a running engine serves, their state and their adapters."
