@@ -243,6 +243,7 @@ def test_broken_messages_of_clients(
 # -- bytes that are no messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_garbage_and_half_open_handshakes(
     start_own_engine: Callable[..., Omni], transport: str

@@ -27,31 +27,50 @@ from support_pipelines import pattern
 from omni_engine import Omni, OmniClient, OmniDiffusionSamplingParams
 from omni_engine.protocol import codec, messages
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
-REQUESTS = 25
+REQUESTS = 20
 RUN_MS = 100
 MIB = 1 << 20
 
 
-def start(start_own_engine: Callable[..., Omni], transport: str = "ipc", **options: Any) -> Omni:
-    endpoint = {"endpoint": "tcp://127.0.0.1:*"} if transport == "tcp" else {}
-    return start_own_engine(
-        "bundled",
-        pipeline="support_pipelines:PatternPipeline",
-        max_num_seqs=4,
-        lora_modules=[],
-        default_sampling_params={},
-        threads=1,
-        result_ttl_s=1.0,
-        **endpoint,
-        **options,
-    )
+OPTIONS: dict[str, Any] = {
+    "pipeline": "support_pipelines:PatternPipeline",
+    "max_num_seqs": 4,
+    "scheduling_policy": "fifo",  # a full batch of an attacker would go before a valid one
+    "lora_modules": [],
+    "default_sampling_params": {},
+    "threads": 1,
+    "result_ttl_s": 1.0,
+    "max_message_bytes": 64 * MIB,
+    "max_client_backlog_bytes": MIB,
+    "max_waiting_per_client": 8,
+}
+ENDPOINTS: dict[str, dict[str, str]] = {"ipc": {}, "tcp": {"endpoint": "tcp://127.0.0.1:*"}}
 
 
-def median_s(client: OmniClient) -> float:
+@pytest.fixture(scope="module")
+def ipc(start_engine: Callable[..., Omni]) -> Omni:
+    return start_engine("bundled", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def tcp(start_engine: Callable[..., Omni]) -> Omni:
+    return start_engine("bundled", **OPTIONS, **ENDPOINTS["tcp"])
+
+
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
+def omni(request: pytest.FixtureRequest) -> Omni:
+    """One engine for all tests, per transport."""
+    found: Omni = request.getfixturevalue(request.param)
+    return found
+
+
+def median_s(client: OmniClient, requests: int = REQUESTS) -> float:
     """The median time of a request, from its submission to its picture, which must be right."""
     times = []
-    for seed in range(REQUESTS):
+    for seed in range(requests):
         began = time.monotonic()
         params = OmniDiffusionSamplingParams(seed=seed, extra_args={"sleep_ms": RUN_MS})
         (output,) = client.generate("valid", params, timeout_s=60)
@@ -102,7 +121,7 @@ def assert_others_notice_little(
 ) -> dict[str, Any]:
     """Attack while a valid client works; what came of the attack."""
     with OmniClient(omni.endpoint) as valid:
-        median_s(valid)
+        median_s(valid, 3)
         undisturbed, rss = median_s(valid), engine_rss(omni)
         with attacking(kind, omni.endpoint, *options) as result:
             disturbed = median_s(valid)
@@ -115,31 +134,25 @@ def assert_others_notice_little(
     return result
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_a_client_that_reads_nothing(start_own_engine: Callable[..., Omni], transport: str) -> None:
+def test_a_client_that_reads_nothing(omni: Omni) -> None:
     """Beyond ``max_client_backlog_bytes`` it is taken for gone, its waiting requests with it."""
-    limits = {"max_client_backlog_bytes": MIB, "max_waiting_per_client": 8}
-    omni = start(start_own_engine, transport, scheduling_policy="fifo", **limits)
     assert assert_others_notice_little(omni, "reads_nothing")["messages"] > 3
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_a_header_of_two_gigabytes(start_own_engine: Callable[..., Omni], transport: str) -> None:
+def test_a_header_of_two_gigabytes(omni: Omni) -> None:
     """The engine hangs up as soon as it is announced; the rest is what the kernel had taken."""
-    omni = start(start_own_engine, transport)
     result = assert_others_notice_little(omni, "huge_frame")
     assert result["cut_off"] > 2
     assert result["most_bytes"] < 16 * MIB
 
 
-def test_a_message_that_never_ends(start_own_engine: Callable[..., Omni]) -> None:
-    omni = start(start_own_engine)
-    assert assert_others_notice_little(omni, "endless_multipart")["bytes"] > MIB
+def test_a_message_that_never_ends(ipc: Omni) -> None:
+    """Its 100 MiB are freed at the end; the C library may keep what lies between other things."""
+    result = assert_others_notice_little(ipc, "endless_multipart", most_growth=200 * MIB)
+    assert result["bytes"] > 100 * MIB
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_five_hundred_connections(start_own_engine: Callable[..., Omni], transport: str) -> None:
-    omni = start(start_own_engine, transport)
+def test_five_hundred_connections(omni: Omni) -> None:
     assert assert_others_notice_little(omni, "crowd")["connections"] == 500
 
 
@@ -153,33 +166,28 @@ def test_more_connections_than_files_may_be_open(
         pytest.skip("the hard limit of open files is too low here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        omni = start(start_own_engine, transport)
+        omni = start_own_engine("bundled", **OPTIONS, **ENDPOINTS[transport])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert assert_others_notice_little(omni, "silent_crowd")["connections"] > 1000
 
 
-@pytest.mark.slow
-def test_the_largest_messages_in_a_loop(start_own_engine: Callable[..., Omni]) -> None:
-    omni = start(start_own_engine, max_message_bytes=64 * MIB)
-    result = assert_others_notice_little(omni, "largest_messages", 64 * MIB, most_growth=300 * MIB)
+def test_the_largest_messages_in_a_loop(ipc: Omni) -> None:
+    size = OPTIONS["max_message_bytes"]
+    result = assert_others_notice_little(ipc, "largest_messages", size, most_growth=5 * size)
     assert result["messages"] > 3
 
 
 @pytest.mark.parametrize("kind", ["many_texts", "many_containers", "long_text"])
-def test_the_costliest_headers_in_a_loop(start_own_engine: Callable[..., Omni], kind: str) -> None:
-    omni = start(start_own_engine)
-    result = assert_others_notice_little(omni, kind, codec.MAX_HEADER_BYTES)
-    assert result["messages"] > 3
+def test_the_costliest_headers_in_a_loop(ipc: Omni, kind: str) -> None:
+    assert assert_others_notice_little(ipc, kind, codec.MAX_HEADER_BYTES)["messages"] > 3
 
 
-def test_messages_full_of_wrong_requests(start_own_engine: Callable[..., Omni]) -> None:
-    omni = start(start_own_engine)
+def test_messages_full_of_wrong_requests(ipc: Omni) -> None:
     count = messages.MAX_REQUESTS_PER_MESSAGE
-    assert assert_others_notice_little(omni, "full_submits", count)["messages"] > 3
+    assert assert_others_notice_little(ipc, "full_submits", count)["messages"] > 3
 
 
 @pytest.mark.parametrize("kind", ["aborts", "statuses"])
-def test_very_many_small_messages(start_own_engine: Callable[..., Omni], kind: str) -> None:
-    omni = start(start_own_engine, max_client_backlog_bytes=MIB)
-    assert assert_others_notice_little(omni, kind)["messages"] > 1000
+def test_very_many_small_messages(ipc: Omni, kind: str) -> None:
+    assert assert_others_notice_little(ipc, kind)["messages"] > 1000

@@ -45,7 +45,7 @@ def client_messages() -> list[Message]:
     full = {
         "request_id": "f2", "model": None, "prompt": "ein rotes \u00e4\u4e2d", "detached": False,
         "multi_modal_data": {"image": [picture, picture], "mask_image": mask},
-        "sampling_params": params, "preview_every": 1, "timeout_s": 5.0,
+        "sampling_params": params, "timeout_s": 5.0,
     }  # fmt: skip
     flagged = {"prompt": "b", "sampling_params": {"extra_args": {"note": flags}}, "detached": True}
     lora = {"prompt": "c", "sampling_params": {"lora_request": [{"name": "n", "scale": 0.5}]}}
@@ -54,6 +54,7 @@ def client_messages() -> list[Message]:
         ("submit", {"requests": [plain]}),
         ("submit", {"requests": [full, plain]}),
         ("submit", {"requests": [flagged, lora, plain]}),
+        ("submit", {"requests": [{"prompt": "d", "preview_every": 1}, plain]}),
         ("abort", {"request_ids": ["f1", "f2"]}),
         ("received", {"request_ids": ["f1", "f2", "f3"]}),
         ("status", {}),
