@@ -28,7 +28,7 @@ _SOON_S = 60.0
 """For how long after a worker's death others need not take over what only it should run."""
 
 _DEATHS_SHOWN = 5
-_TAIL_SHOWN = 20
+_TAIL_SHOWN = 40
 
 
 class WorkerState(enum.Enum):
@@ -191,6 +191,7 @@ class WorkerHandle:
         """Note that its process has loaded the model."""
         self.ready_message = message
         self.state, self.was_ready = WorkerState.IDLE, True
+        self.heartbeat = Heartbeat(0.0)
 
     def watch(self, now: float) -> None:
         """End a process that loads for too long, is silent for too long, or has stalled.

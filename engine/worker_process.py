@@ -18,7 +18,7 @@ from omni_engine.protocol.stderr_writer import write_stderr
 
 WORKER_MODULE = "omni_engine.worker.process"
 
-TAIL_LINES = 30
+TAIL_LINES = 60
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINE_CHARS = 4096
 _LAST_WORDS_S = 0.2
