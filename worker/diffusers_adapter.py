@@ -219,9 +219,9 @@ class DiffusersPipeline:
         call = _call(state)
         if call.error is not None:
             return call.error
-        return result_of(self._made, call, state) if call.done else None
+        return result_of(self._one_result, call, state) if call.done else None
 
-    def _made(self, call: CooperativeCall, state: CooperativeState) -> Any:
+    def _one_result(self, call: CooperativeCall, state: CooperativeState) -> Any:
         made = unpack(call.result, latents=Row(state.request, state.row).wants_latents)
         if len(made) != 1:
             raise ModelError(f"the pipeline returned {len(made)} results for one picture")
