@@ -12,6 +12,7 @@ from omni_engine.protocol.requests import DiffusionRequest
 _MESSAGE_BYTES = 64 * 2**20
 _ENVELOPE_BYTES = 128
 _ENVELOPE_CONTAINERS = 2
+_ENVELOPE_ITEMS = 5
 """What a message adds to its requests."""
 
 
@@ -24,7 +25,7 @@ def split(
     used = 0.0
     for request in requests:
         share = max(size / limit for _, size, limit in _sizes(request, most))
-        share = max(share, 4 / messages.MAX_REQUESTS_PER_MESSAGE)
+        share = max(share, 1 / messages.MAX_REQUESTS_PER_MESSAGE)
         if chunk and used + share > 1:
             yield chunk
             chunk, used = [], 0.0
@@ -49,8 +50,8 @@ def too_large(request: DiffusionRequest, max_message_bytes: int) -> MessageTooLa
 
 def batches(request_ids: Sequence[str]) -> Iterator[list[str]]:
     """Split request ids into as many as one message may name."""
-    for start in range(0, len(request_ids), messages.MAX_REQUESTS_PER_MESSAGE):
-        yield list(request_ids[start : start + messages.MAX_REQUESTS_PER_MESSAGE])
+    for start in range(0, len(request_ids), messages.MAX_IDS_PER_MESSAGE):
+        yield list(request_ids[start : start + messages.MAX_IDS_PER_MESSAGE])
 
 
 def encode_call(kind: str, message_id: int, body: Mapping[str, Any]) -> list[Any]:
@@ -78,6 +79,7 @@ def _sizes(request: DiffusionRequest, max_message_bytes: int) -> tuple[tuple[str
         ("bytes of text and numbers", header_bytes, codec.MAX_HEADER_BYTES),
         ("frames", 1 + len(buffers), codec.MAX_FRAMES),
         ("maps and lists", _ENVELOPE_CONTAINERS + _containers(wire), codec.MAX_CONTAINERS),
+        ("values in maps and lists", _ENVELOPE_ITEMS + _items(wire), codec.MAX_ITEMS),
     )
 
 
@@ -88,4 +90,14 @@ def _containers(value: Any) -> int:
             return 1 + sum(map(_containers, value.values()))
         case list() | tuple():
             return 1 + sum(map(_containers, value))
+    return 0
+
+
+def _items(value: Any) -> int:
+    """Return how many values the maps and lists of a value hold."""
+    match value:
+        case Mapping():
+            return len(value) + sum(map(_items, value.values()))
+        case list() | tuple():
+            return len(value) + sum(map(_items, value))
     return 0

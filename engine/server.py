@@ -36,6 +36,10 @@ _TICK_S = 0.2
 _DRAIN_S = 2.0
 """How long clients may take, at the engine's end, to read what is still for them."""
 _MESSAGES_PER_TURN = 2000
+_READING_S = 0.004
+"""How long a turn reads messages before it goes on to its other work."""
+_QUEUED_MESSAGES = 32
+"""Messages of one client that ZeroMQ reads ahead; each may have max_message_bytes."""
 _FRAME_SLACK_BYTES = 1 << 20
 """Frames up to so many bytes beyond max_message_bytes are received, to be refused with a reason;
 the sender of a longer one is disconnected before it is read."""
@@ -219,6 +223,7 @@ class EngineServer:
         self._client_socket = self._context.socket(zmq.ROUTER)
         self._client_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._client_socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        self._client_socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         self._client_socket.setsockopt(
             zmq.MAXMSGSIZE, self._config.limits.max_message_bytes + _FRAME_SLACK_BYTES
         )
@@ -234,9 +239,15 @@ class EngineServer:
 
 
 def _drain(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Yield the messages that are there, so that scheduling sees all of a burst."""
+    """Yield the messages that are there, so that scheduling sees all of a burst.
+
+    Ends early when acting on them takes long: no client may keep the loop from its other work.
+    """
+    until = time.monotonic() + _READING_S
     for _ in range(_MESSAGES_PER_TURN):
         try:
             yield source.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
+            return
+        if time.monotonic() > until:
             return
