@@ -338,7 +338,9 @@ class StageRuntime:
         self._dispatch.run_again(again, now)
         for request_id in again:
             self._live[request_id].start_over(death)
-        worker.plan_restart(now)
+        for dead in self.workers.values():  # what is explained now no longer counts against it
+            if dead.state is WorkerState.DEAD and (dead is worker or dead.next_start is not None):
+                dead.plan_restart(now)
         worker.log_death(death, lost, again, now)
         self.adapters.lose(worker, now)
         self._end_all_if_down(now)
