@@ -21,7 +21,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -m omni_engine.cli.demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 test-quick: $(INSTALLED)
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m 'not slow'

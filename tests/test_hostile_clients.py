@@ -27,7 +27,7 @@ from support_pipelines import pattern
 from omni_engine import Omni, OmniClient, OmniDiffusionSamplingParams
 from omni_engine.protocol import codec, messages
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TESTS = Path(__file__).parent
 REQUESTS = 20
