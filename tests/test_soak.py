@@ -21,9 +21,9 @@ import pytest
 
 from omni_engine import LoRARequest, Omni, OmniClient, OmniDiffusionSamplingParams
 
-pytestmark = pytest.mark.slow
-
 SOAK_S = float(os.environ.get("OMNI_ENGINE_SOAK_S", "300"))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SOAK_S + 600)]
+
 KILL_EVERY_S = 20.0
 GROWTH = 1.05
 WORDS = ["a red circle on a white background", "a blue square on a yellow background",
