@@ -428,10 +428,9 @@ def test_the_queue_is_bounded_per_client_and_in_all(tight: EngineProcess, gate: 
     with OmniClient(tight.endpoint) as one, OmniClient(tight.endpoint) as two:
         running = one.submit("running", gate.held())
         until_running(running)
-        connections = (one._connection, two._connection)
-        mine, theirs = [
-            c.submit(_requests(6, gate, name)) for name, c in zip("ab", connections, strict=True)
-        ]
+        mine = one._connection.submit(_requests(6, gate, "a"))
+        mine[-1].result(20)  # refused: all of its own are there before the other's
+        theirs = two._connection.submit(_requests(6, gate, "b"))
         for handles, fits, limit in (
             (mine, PER_CLIENT, "max_waiting_per_client"),
             (theirs, IN_ALL - PER_CLIENT, "max_waiting_requests"),

@@ -18,7 +18,7 @@ from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.live_request import PROGRESS_INTERVAL_S, LiveRequest
 from omni_engine.engine.outbox import QUEUE_MESSAGES, Outbox
 from omni_engine.engine.scheduler import RequestStatus
-from omni_engine.protocol import codec
+from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import InvalidRequestError
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import build_request
@@ -333,9 +333,10 @@ def test_the_engine_goes_on_while_a_client_does_not_read(gated: Omni) -> None:
     requests = [{"request_id": f"lazy {i}", "prompt": "a", "sampling_params": large,
                  "preview_every": 1} for i in range(count)]  # fmt: skip
     try:
-        lazy.send_multipart(
-            codec.encode({"v": 1, "type": "submit", "id": 1, "requests": requests}), copy=False
-        )
+        for i in range(0, count, messages.MAX_REQUESTS_PER_MESSAGE):
+            some = requests[i : i + messages.MAX_REQUESTS_PER_MESSAGE]
+            submit = codec.encode({"v": 1, "type": "submit", "id": i, "requests": some})
+            lazy.send_multipart(submit, copy=False)
         with OmniClient(gated.endpoint) as other:
             for turn in itertools.count():  # bounded by the test's time limit
                 if turn % 200 == 0:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -63,20 +62,21 @@ def test_a_callback_may_abort_any_number_of_requests(
     start_own_engine: Callable[..., Omni],
 ) -> None:
     """Each abort wakes the connection's own thread; so many wake-ups once filled their pipe."""
-    number, may_go_on = 1000, threading.Event()
+    number, waiting = 1000, []
     omni = start_own_engine("bundled", max_num_seqs=1, **PATTERN_OPTIONS)
     with OmniClient(omni.endpoint) as client:
         client.submit("blocks", NO_END)
 
-        def abort(event: RequestEvent) -> None:
-            may_go_on.wait(60)
+        def abort_all_once_the_last_waits(event: RequestEvent) -> None:
             if event.status == "waiting":
-                client.abort([event.request_id])
+                waiting.append(event.request_id)
+            if event.status == "waiting" and len(waiting) == number:
+                for request_id in waiting:
+                    client.abort([request_id])
 
-        handles = client._connection.submit(build_requests(["a"] * number, NO_END), abort)
-        while omni.status()["stages"][0]["waiting"] < number:
-            pass  # all events are on their way before the first is heard
-        may_go_on.set()
+        handles = client._connection.submit(
+            build_requests(["a"] * number, NO_END), abort_all_once_the_last_waits
+        )
         assert all(handle.result(timeout_s=60).aborted for handle in handles)
 
 
