@@ -156,6 +156,21 @@ class CurveArgs(_Model):
     clients: PathText | None = None
 
 
+class HttpArgs(_Model):
+    """The HTTP gateway, a process of its own; without a port there is none."""
+
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    api_key: Name | None = None
+    admin_key: Name | None = None
+    cors_origins: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    image_hosts: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 32)] = 64 << 20
+    result_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
+    max_kept_bytes: Annotated[int, Field(ge=1024)] = 1 << 30
+    encoder_threads: Annotated[int, Field(ge=1, le=64)] = 2
+
+
 class SamplingDefaults(_Model):
     """Values for requests that leave a field out; None means the pipeline's own default."""
 
@@ -310,5 +325,6 @@ class DeployConfig(_Model):
     shutdown_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
     result_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     curve: CurveArgs = CurveArgs()
+    http: HttpArgs = HttpArgs()
     limits: Limits = Limits()
     stage_args: Annotated[tuple[StageConfig, ...], Field(strict=False, min_length=1)]

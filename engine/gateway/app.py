@@ -1,0 +1,46 @@
+"""The gateway's application: its routers, its way to the engine, its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+import omni_engine
+from omni_engine.engine.async_client import AsyncOmniClient
+from omni_engine.engine.gateway import errors, guards, health, models
+from omni_engine.engine.gateway.catalog import Catalog
+from omni_engine.engine.gateway.encoders import EncoderPool
+from omni_engine.engine.gateway.settings import GatewaySettings
+from omni_engine.engine.gateway.state import Gateway
+
+ROUTERS = (health.router, models.router)
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """Return the application; it connects to the engine when it starts."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        encoders = EncoderPool(settings.http.encoder_threads)
+        try:
+            async with AsyncOmniClient(settings.endpoint, keys=settings.keys) as client:
+                app.state.gateway = Gateway(
+                    client, Catalog(client), settings.http, settings.limits, encoders
+                )
+                yield
+        finally:
+            encoders.close()
+
+    app = FastAPI(
+        title="omni-engine",
+        summary="Pictures and videos from diffusion models, as OpenAI's clients ask for them.",
+        version=omni_engine.__version__,
+        lifespan=lifespan,
+    )
+    errors.install(app)
+    guards.install(app, settings.http)
+    for router in ROUTERS:
+        app.include_router(router)
+    return app

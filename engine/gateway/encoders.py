@@ -1,0 +1,45 @@
+"""Threads for work that would hold up the event loop: encoding, decoding, base64."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_NICENESS = 10
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EncoderPool:
+    """A few threads that leave the processor to the workers when these need it.
+
+    Args:
+        threads: how many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, "omni-encoder", _step_back)
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function in one of the threads and return what it returns.
+
+        Cancelling the wait leaves a call that has begun running; one that has not is dropped.
+        """
+        future = self._threads.submit(function, *args, **kwargs)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End the threads once they are done; what has not begun is dropped."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _step_back() -> None:
+    """Lower the calling thread's priority; only Linux has one for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

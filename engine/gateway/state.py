@@ -1,0 +1,40 @@
+"""What the routes share: the connection to the engine, the settings, the threads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+from fastapi import Request
+
+from omni_engine.engine.async_client import AsyncOmniClient
+from omni_engine.engine.gateway.catalog import Catalog
+from omni_engine.engine.gateway.encoders import EncoderPool
+from omni_engine.stages.config import HttpArgs, Limits
+
+
+@dataclass
+class Gateway:
+    """What the routes share.
+
+    Attributes:
+        client: the connection to the engine.
+        catalog: what the served models can do.
+        http: the deploy file's section.
+        limits: the engine's.
+        encoders: threads for work that would hold up the event loop.
+        started: when this process began: unix seconds.
+    """
+
+    client: AsyncOmniClient
+    catalog: Catalog
+    http: HttpArgs
+    limits: Limits
+    encoders: EncoderPool
+    started: float = field(default_factory=time.time)
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that a request came to; a dependency for routes."""
+    return cast("Gateway", request.app.state.gateway)
