@@ -13,6 +13,7 @@ from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
+from omni_engine.engine.status_calls import AsyncStatusCalls
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -96,7 +97,7 @@ class AsyncRequestHandle:
         return self._handle
 
 
-class AsyncOmniClient(AsyncLoRACalls):
+class AsyncOmniClient(AsyncStatusCalls, AsyncLoRACalls):
     """A client for asyncio programs.
 
     Use it as ``async with AsyncOmniClient(endpoint) as client``.
@@ -155,6 +156,7 @@ class AsyncOmniClient(AsyncLoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRequestHandle:
         """Submit one request; see ``OmniClient.submit``.
@@ -170,6 +172,7 @@ class AsyncOmniClient(AsyncLoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             timeout_s=timeout_s,
         )
         if isinstance(request, OmniError):
@@ -186,6 +189,7 @@ class AsyncOmniClient(AsyncLoRACalls):
         model: str | None = None,
         timeout_s: float | None = None,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own; see ``OmniClient.generate``.
@@ -195,7 +199,13 @@ class AsyncOmniClient(AsyncLoRACalls):
         """
         timeout_s = checked_patience(timeout_s)
         items = as_list(prompts)
-        requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
+        requests = build_requests(
+            items,
+            sampling_params,
+            model=model,
+            preview_every=preview_every,
+            preview_max_side=preview_max_side,
+        )
         good = [request for request in requests if not isinstance(request, OmniError)]
         on_event = _in_this_loop(progress_callback(requests, on_progress))
         handles = self._connection.submit(good, on_event, wait_for_room=True)
@@ -221,18 +231,6 @@ class AsyncOmniClient(AsyncLoRACalls):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
         self._connection.abort(request_ids)
-
-    async def status(self) -> dict[str, Any]:
-        """Return the engine's state: stages, workers, queues, counters."""
-        reply = await self._call(messages.STATUS)
-        status: dict[str, Any] = reply["status"]
-        return status
-
-    async def models(self) -> list[dict[str, Any]]:
-        """Return the served models: name, state, error, adapters."""
-        reply = await self._call(messages.HELLO, client="")
-        models: list[dict[str, Any]] = reply["models"]
-        return models
 
     async def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until no worker is loading any more.

@@ -57,6 +57,7 @@ class BatchDispatch:
             raise ValueError(f"worker {worker.worker_id} ended another batch than it was given")
         del self._running[worker.worker_id]
         worker.set_busy(False, now)
+        self._floor.timeline.end_batch(worker.worker_id, now)
         self._floor.finish_all(outputs, now)
 
     def on_report(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
@@ -66,6 +67,7 @@ class BatchDispatch:
     def lose(self, worker: WorkerHandle, now: float) -> list[str]:
         """Forget a dead worker; return the requests it ran, the oldest first."""
         batch = self._running.pop(worker.worker_id, None)
+        self._floor.timeline.end_batch(worker.worker_id, now)
         return [] if batch is None else list(batch.request_ids)
 
     def run_again(self, request_ids: list[str], now: float) -> None:
@@ -94,6 +96,7 @@ class BatchDispatch:
         worker.set_busy(True, now)
         worker.note_sent(admitted[0].key.adapter, plan.activations)
         worker.batches += 1
-        floor.batch_sizes[len(members)] += 1
+        floor.figures.batch_sizes[len(members)] += 1
+        floor.timeline.begin_batch(worker.worker_id, assignment.request_ids, plan.activations, now)
         floor.send(worker.worker_id, plan.to_wire())
         floor.note_running(members, worker.worker_id, now)

@@ -13,6 +13,7 @@ from omni_engine.engine.curve import ClientKeys
 from omni_engine.engine.handles import RequestEvent, RequestHandle, UserCode
 from omni_engine.engine.lora_calls import LoRACalls
 from omni_engine.engine.prompts import Prompt, as_list, build_requests
+from omni_engine.engine.status_calls import StatusCalls
 from omni_engine.protocol import messages
 from omni_engine.protocol.errors import EngineClosedError, OmniError, RequestTimeoutError
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -24,7 +25,7 @@ OnOutput = Callable[[DiffusionOutput], None]
 OnProgress = Callable[[int, RequestEvent], None]
 
 
-class OmniClient(LoRACalls):
+class OmniClient(StatusCalls, LoRACalls):
     """A client of a running engine; safe to use from several threads.
 
     Args:
@@ -68,6 +69,7 @@ class OmniClient(LoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         timeout_s: float | None = None,
         on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
@@ -83,6 +85,7 @@ class OmniClient(LoRACalls):
             model: a served model's name; None for the engine's first.
             detached: keep running when this client goes away.
             preview_every: steps between small preview pictures, which come with the events.
+            preview_max_side: longest side of previews in pixels, 16 to 4096; 256 when None.
             timeout_s: seconds after which the engine ends it with a ``RequestTimeoutError``.
             on_event: called from the connection's thread on every event; must not block.
 
@@ -98,6 +101,7 @@ class OmniClient(LoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             timeout_s=timeout_s,
         )
         if isinstance(request, OmniError):
@@ -112,6 +116,7 @@ class OmniClient(LoRACalls):
         model: str | None = None,
         timeout_s: float | None = None,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         on_output: OnOutput | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
@@ -126,6 +131,7 @@ class OmniClient(LoRACalls):
             timeout_s: seconds after which unfinished requests are aborted; their outputs carry a
                 ``RequestTimeoutError``.
             preview_every: steps between small preview pictures, which come with the progress.
+            preview_max_side: longest side of previews in pixels, 16 to 4096; 256 when None.
             on_output: called for every request that ends, in order of completion; must not block.
             on_progress: called with a prompt's place in the list and an event that tells the steps
                 done; must not block.
@@ -139,7 +145,13 @@ class OmniClient(LoRACalls):
         """
         timeout_s = checked_patience(timeout_s)
         items = as_list(prompts)
-        requests = build_requests(items, sampling_params, model=model, preview_every=preview_every)
+        requests = build_requests(
+            items,
+            sampling_params,
+            model=model,
+            preview_every=preview_every,
+            preview_max_side=preview_max_side,
+        )
         good = [request for request in requests if not isinstance(request, OmniError)]
         handles = iter(
             self._connection.submit(
@@ -161,16 +173,6 @@ class OmniClient(LoRACalls):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
         self._connection.abort(request_ids)
-
-    def status(self) -> dict[str, Any]:
-        """Return the engine's state: stages, workers, queues, counters."""
-        status: dict[str, Any] = self._connection.call(messages.STATUS)["status"]
-        return status
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return the served models: name, state, error, adapters."""
-        models: list[dict[str, Any]] = self._connection.call(messages.HELLO, client="")["models"]
-        return models
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until no worker is loading any more.

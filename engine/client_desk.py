@@ -5,11 +5,13 @@ Every message is validated here; a bad one is answered with a typed error and do
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +20,15 @@ import zmq
 import omni_engine
 from omni_engine.engine import adapter_desk
 from omni_engine.engine.connected_client import Client
+from omni_engine.engine.figures import Traffic
 from omni_engine.engine.health import LoopHealth, describe_health
 from omni_engine.engine.intake import Intake, closing_error
+from omni_engine.engine.metrics import describe_stage_figures, describe_timeline
 from omni_engine.engine.outbox import Outbox
 from omni_engine.engine.results import ResultStore
 from omni_engine.engine.stage_runtime import StageRuntime
 from omni_engine.engine.status import describe_stage
+from omni_engine.engine.timeline import BoxRing
 from omni_engine.protocol import codec, messages
 from omni_engine.protocol.errors import MalformedMessageError, OmniError, QueueFullError
 from omni_engine.stages.config import Limits
@@ -55,6 +60,8 @@ class ClientDesk:
         outbox: sends messages to clients.
         result_ttl_s: how long a result is kept for a client that has not received it.
         loop: the health of the engine's loop, for status.
+        boxes: the batches and ticks of all stages.
+        traffic: counts the bytes that were sent and received.
     """
 
     def __init__(
@@ -65,19 +72,22 @@ class ClientDesk:
         outbox: Outbox,
         result_ttl_s: float,
         loop: LoopHealth,
+        boxes: BoxRing,
+        traffic: Traffic,
     ) -> None:
         self._stages = stages
         self._limits = limits
         self._endpoint = endpoint
         self._outbox = outbox
         self._loop = loop
+        self._boxes, self._traffic = boxes, traffic
         self._results = ResultStore(result_ttl_s, limits.max_client_backlog_bytes)
         self._intake = Intake(stages, limits, self._results, outbox)
         self._started = time.monotonic()
         self._next_upkeep = self._started
         self._clients: dict[bytes, Client] = {}
         self._awaiting_ready: list[tuple[bytes, int | None]] = []
-        self._rejected_messages = 0
+        self._rejected_messages: Counter[str] = Counter()
         self._dropped_clients = 0
 
     @property
@@ -92,6 +102,7 @@ class ClientDesk:
     def on_frames(self, frames: list[zmq.Frame]) -> None:
         """Act on a message: the sender's identity, then the message's frames."""
         identity, now = frames[0].bytes, time.monotonic()
+        self._traffic.from_clients += codec.message_bytes(frames[1:])
         client = self._known(identity, frames[1:], now)
         if client is None:
             return self._turn_away(identity, frames[1:])
@@ -103,14 +114,14 @@ class ClientDesk:
             parsed = messages.parse_client_message(message)
             self._on_message(client, parsed, now)
         except OmniError as error:
-            self._rejected_messages += 1
+            self._rejected_messages[error.code] += 1
             if isinstance(error, MalformedMessageError) and reply_to is None:
                 reply_to = messages.salvage_id(frames[1:])
             self._outbox.send(identity, messages.error_message(error, reply_to))
         except Exception as error:  # boundary: one message; no message may stop the loop
             logger.exception("a message of client %s could not be handled", identity.hex())
-            self._rejected_messages += 1
             wrapped = OmniError(f"the engine failed on this message: {type(error).__name__}")
+            self._rejected_messages[wrapped.code] += 1
             self._outbox.send(identity, messages.error_message(wrapped, reply_to))
 
     def _on_message(self, client: Client, message: messages.ClientMessage, now: float) -> None:
@@ -127,6 +138,12 @@ class ClientDesk:
                 self._results.received(message.body["request_ids"])
             case messages.STATUS:
                 self._reply(client, message, messages.STATUS, status=self._status(now))
+            case messages.METRICS:
+                self._reply(client, message, messages.METRICS, metrics=self._metrics(now))
+            case messages.TIMELINE:
+                since = message.body["since"]
+                timeline = describe_timeline(self._stages.values(), self._boxes, since, now)
+                self._reply(client, message, messages.TIMELINE, timeline=timeline)
             case messages.WAIT_READY:
                 self._awaiting_ready.append((client.identity, message.id))
             case messages.PING:
@@ -165,7 +182,6 @@ class ClientDesk:
 
     def _turn_away(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         """Answer a message of a client for which there is no place, and do nothing else."""
-        self._rejected_messages += 1
         most = self._limits.max_clients
         error = QueueFullError(
             f"{most} clients are connected already",
@@ -175,6 +191,7 @@ class ClientDesk:
             hint="Try again later.",
             retry_after_ms=_PLACE_RETRY_MS,
         )
+        self._rejected_messages[error.code] += 1
         self._outbox.send(identity, messages.error_message(error, messages.salvage_id(frames)))
 
     def drop_silent(self, now: float) -> None:
@@ -277,10 +294,24 @@ class ClientDesk:
             "kept_results": len(self._results),
             "kept_result_bytes": self._results.num_bytes,
             "kept_results_dropped": self._results.dropped,
-            "rejected": self._rejected_messages + self._intake.refused,
+            "rejected": self._refused.total(),
             "health": describe_health(stages, self._loop, now, stopping=self.closing),
             "stages": stages,
         }
+
+    def _metrics(self, now: float) -> dict[str, Any]:
+        return {
+            "uptime_s": now - self._started,
+            "clients": len(self._clients),
+            "bytes": dataclasses.asdict(self._traffic),
+            "refused": dict(self._refused),
+            "stages": [describe_stage_figures(stage, now) for stage in self._stages.values()],
+        }
+
+    @property
+    def _refused(self) -> Counter[str]:
+        """Messages and requests that were refused, by the error's code."""
+        return self._rejected_messages + self._intake.refused
 
 
 def _key_of(frames: list[zmq.Frame]) -> str | None:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from omni_engine.engine.adapter_prefetch import WorkerLoad
+from omni_engine.engine.figures import StageFigures
 from omni_engine.engine.live_request import LiveRequest
 from omni_engine.engine.request_log import RequestLog
 from omni_engine.engine.scheduler import RequestStatus
+from omni_engine.engine.timeline import StageTimeline
 from omni_engine.engine.worker_handle import WorkerHandle
+from omni_engine.protocol.adapters import AdapterActivation
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.plans import StepReport
 
@@ -28,16 +30,18 @@ class Floor:
         workers: the stage's workers by id.
         send: sends a message to a worker by its id.
         finish: takes a request's output, with the time; the request is over then.
-        batch_sizes: counts batches, or ticks, by their number of requests.
         log: told of requests that start.
+        figures: told of requests that start, of their steps and of the sizes of batches and ticks.
+        timeline: told of batches and ticks.
     """
 
     live: Mapping[str, LiveRequest]
     workers: Mapping[str, WorkerHandle]
     send: Callable[[str, dict[str, Any]], None]
     finish: Callable[[DiffusionOutput, float], None]
-    batch_sizes: Counter[int]
     log: RequestLog
+    figures: StageFigures
+    timeline: StageTimeline
 
     def loads(self, running_on: Callable[[str], Iterable[str]]) -> list[WorkerLoad]:
         """Return the workers that are ready, with what they run.
@@ -53,18 +57,24 @@ class Floor:
                 loads.append(WorkerLoad(worker.worker_id, len(members), frozenset(needed)))
         return loads
 
+    def activations(self, request_ids: Iterable[str]) -> list[AdapterActivation | None]:
+        """Return what running requests run under."""
+        admitted = (self.live[request_id].admitted for request_id in request_ids)
+        return [one.activation for one in admitted if one is not None]
+
     def note_running(self, members: Iterable[LiveRequest], worker_id: str, now: float) -> None:
         """Tell requests that they were sent to a worker."""
         for live in members:
             live.started, live.worker_id = now, worker_id
             self.log.started(live, worker_id, now)
+            self.figures.started(live)
             live.listener.on_status(live.request_id, RequestStatus.RUNNING)
 
     def note_progress(self, report: StepReport, now: float) -> None:
         """Tell requests how far they are."""
         for state in report.states:
             if (live := self.live.get(state.request_id)) is not None:
-                live.advance(state.step_index, state.num_steps)
+                self.figures.advance(live, state.step_index, state.num_steps)
                 live.tell_progress(report.previews.pop(state.request_id, None), now)
         for request_id, preview in report.previews.items():
             if (live := self.live.get(request_id)) is not None:
@@ -84,7 +94,7 @@ class Floor:
             live = self.live[output.request_id]
             steps = live.num_steps or (output.metrics.num_steps if stepped else 0)
             if output.error is None and steps:
-                live.advance(steps, steps)
+                self.figures.advance(live, steps, steps)
                 live.tell_progress(None, now)
             self.finish(output, now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from omni_engine.engine.connected_client import Client
@@ -39,7 +40,7 @@ class Intake:
 
     Attributes:
         closing: set when no more requests are taken in.
-        refused: requests refused since the start.
+        refused: requests refused since the start, by the error's code.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Intake:
         self._throughput = Throughput()
         self._refusals = RefusalLog()
         self.closing = False
-        self.refused = 0
+        self.refused: Counter[str] = Counter()
 
     def submit(self, client: Client, message: messages.ClientMessage, now: float) -> None:
         """Take in each request of a message for itself; a bad one does not touch the others."""
@@ -74,7 +75,7 @@ class Intake:
                     afterwards.append(known)
                 accepted.append(request_id)
             except OmniError as error:
-                self.refused += 1
+                self.refused[error.code] += 1
                 self._refusals.refused(error, request_id, client.label, now)
                 refusal = messages.error_message(error, message.id, request_id, index)
                 self._outbox.send(client.identity, refusal)
@@ -175,7 +176,7 @@ class Intake:
     def _ended(self) -> int:
         """Requests that have ended since the start."""
         return sum(
-            stage.counters[kind]
+            stage.figures.counters[kind]
             for stage in self._stages.values()
             for kind in ("completed", "failed", "aborted")
         )

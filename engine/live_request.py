@@ -55,6 +55,7 @@ class LiveRequest:
         answered: whether its final output has left; an aborted one stays until its worker ends it.
         step_index: scheduler steps done.
         num_steps: scheduler steps in all; 0 while that is not known.
+        run_steps: scheduler steps done since it was last started.
         told_step: the step that the listener heard of last; 0 before the first.
         told_at: when that was: seconds, monotonic.
         worker_id: the worker that runs it, or ran it last.
@@ -69,6 +70,7 @@ class LiveRequest:
     answered: bool = False
     step_index: int = 0
     num_steps: int = 0
+    run_steps: int = 0
     told_step: int = 0
     told_at: float = 0.0
     worker_id: str | None = None
@@ -115,12 +117,13 @@ class LiveRequest:
 
     def start_over(self, death: Death) -> None:
         """Note that it waits again, because the worker that ran it died."""
-        self.first_death, self.started = death, None
+        self.first_death, self.started, self.run_steps = death, None, 0
         self.listener.on_status(self.request_id, RequestStatus.WAITING)
 
     def advance(self, step_index: int, num_steps: int) -> None:
         """Note how far the request is."""
         self.step_index, self.num_steps = step_index, num_steps
+        self.run_steps = max(self.run_steps, step_index)
 
     def tell_progress(self, preview: Preview | None, now: float) -> None:
         """Tell the listener how far the request is, unless it heard of a step just now.

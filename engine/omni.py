@@ -16,6 +16,7 @@ from omni_engine.engine.handles import RequestEvent, RequestHandle
 from omni_engine.engine.lora_calls import AsyncLoRACalls, LoRACalls
 from omni_engine.engine.process import EngineProcess
 from omni_engine.engine.prompts import Prompt
+from omni_engine.engine.status_calls import AsyncStatusCalls, StatusCalls
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 from omni_engine.stages.settings import Settings, load_settings
@@ -32,7 +33,7 @@ def _settings(model: str | None, config: str | Path | None, options: dict[str, A
     )
 
 
-class Omni(LoRACalls):
+class Omni(StatusCalls, LoRACalls):
     """An engine in a process of its own, for as long as this object lives.
 
     Use it as a context manager, or call ``close``. If the process ends before, everything pending,
@@ -86,6 +87,7 @@ class Omni(LoRACalls):
         model: str | None = None,
         timeout_s: float | None = None,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         on_output: OnOutput | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
@@ -96,6 +98,7 @@ class Omni(LoRACalls):
             model=model,
             timeout_s=timeout_s,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             on_output=on_output,
             on_progress=on_progress,
         )
@@ -109,6 +112,7 @@ class Omni(LoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         timeout_s: float | None = None,
         on_event: Callable[[RequestEvent], None] | None = None,
     ) -> RequestHandle:
@@ -120,6 +124,7 @@ class Omni(LoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             timeout_s=timeout_s,
             on_event=on_event,
         )
@@ -127,14 +132,6 @@ class Omni(LoRACalls):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
         self.client.abort(request_ids)
-
-    def status(self) -> dict[str, Any]:
-        """Return the engine's state: stages, workers, queues, counters."""
-        return self.client.status()
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return the served models: name, state, error, adapters."""
-        return self.client.models()
 
     def close(self) -> None:
         """Stop the engine and its workers; returns when they are gone."""
@@ -159,7 +156,7 @@ class Omni(LoRACalls):
         self.close()
 
 
-class AsyncOmni(AsyncLoRACalls):
+class AsyncOmni(AsyncStatusCalls, AsyncLoRACalls):
     """``Omni`` for asyncio programs: ``async with AsyncOmni(model) as omni``.
 
     Args and errors are those of ``Omni``; the engine starts on entry.
@@ -215,6 +212,7 @@ class AsyncOmni(AsyncLoRACalls):
         model: str | None = None,
         detached: bool = False,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRequestHandle:
         """Submit one request to follow; see ``AsyncOmniClient.submit``."""
@@ -225,6 +223,7 @@ class AsyncOmni(AsyncLoRACalls):
             model=model,
             detached=detached,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             timeout_s=timeout_s,
         )
 
@@ -236,6 +235,7 @@ class AsyncOmni(AsyncLoRACalls):
         model: str | None = None,
         timeout_s: float | None = None,
         preview_every: int | None = None,
+        preview_max_side: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[DiffusionOutput]:
         """Run prompts, each as a request of its own; see ``AsyncOmniClient.generate``."""
@@ -245,6 +245,7 @@ class AsyncOmni(AsyncLoRACalls):
             model=model,
             timeout_s=timeout_s,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             on_progress=on_progress,
         )
 
@@ -256,14 +257,6 @@ class AsyncOmni(AsyncLoRACalls):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
         await self.client.abort(request_ids)
-
-    async def status(self) -> dict[str, Any]:
-        """Return the engine's state: stages, workers, queues, counters."""
-        return await self.client.status()
-
-    async def models(self) -> list[dict[str, Any]]:
-        """Return the served models: name, state, error, adapters."""
-        return await self.client.models()
 
     async def close(self) -> None:
         """Stop the engine and its workers; returns when they are gone."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from omni_engine.engine.figures import Traffic
 from omni_engine.protocol import codec
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,12 @@ class Outbox:
 
     Args:
         socket: a ROUTER socket with ROUTER_MANDATORY and a send high-water mark.
+        traffic: where what is handed to ZeroMQ is counted.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], traffic: Traffic | None = None) -> None:
         self._socket = socket
+        self._traffic = traffic or Traffic()
         self._lanes: dict[bytes, _Lane] = {}
         self._gone: set[bytes] = set()
 
@@ -161,7 +164,8 @@ class Outbox:
 
     def _try_send(self, identity: bytes, frames: list[Any]) -> bool:
         """Send; False if the client's queue is full."""
-        large = any(memoryview(frame).nbytes >= _LARGE_BYTES for frame in frames)
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        large = any(size >= _LARGE_BYTES for size in sizes)
         lane = self._lanes.setdefault(identity, _Lane()) if large else None
         if lane is not None and not lane.is_open:
             return False
@@ -176,6 +180,7 @@ class Outbox:
             logger.debug("client %s is gone", identity.hex())
             self._gone.add(identity)
             return True
+        self._traffic.to_clients += sum(sizes)
         if lane is not None:
             lane.in_flight.extend(trackers)
             lane.in_flight_bytes += sum(size for _, size in trackers)

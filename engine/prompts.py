@@ -29,6 +29,7 @@ def build_requests(
     model: str | None = None,
     detached: bool = False,
     preview_every: int | None = None,
+    preview_max_side: int | None = None,
     timeout_s: float | None = None,
 ) -> list[DiffusionRequest | OmniError]:
     """Build one request per prompt; a bad one becomes its error, in its place.
@@ -56,6 +57,7 @@ def build_requests(
             model=model,
             detached=detached,
             preview_every=preview_every,
+            preview_max_side=preview_max_side,
             timeout_s=timeout_s,
         )
         for prompt, one, request_id in zip(prompts, params, ids, strict=True)

@@ -19,12 +19,14 @@ import zmq
 from omni_engine.engine.client_desk import ClientDesk, closing_error
 from omni_engine.engine.curve_server import curve_server
 from omni_engine.engine.endpoints import EndpointLock, bind_endpoint, socket_file
+from omni_engine.engine.figures import Traffic
 from omni_engine.engine.file_limits import raise_file_limit
 from omni_engine.engine.health import LoopHealth
 from omni_engine.engine.outbox import QUEUE_MESSAGES, RETRY_S, Outbox
 from omni_engine.engine.private_directory import private_directory
 from omni_engine.engine.signals import signal_pipe
 from omni_engine.engine.stage_runtime import StageRuntime
+from omni_engine.engine.timeline import BoxRing
 from omni_engine.engine.worker_pool import start_workers, stop_workers
 from omni_engine.protocol import codec
 from omni_engine.protocol.errors import WorkerLostError
@@ -78,8 +80,11 @@ class EngineServer:
         self._told: dict[str, str] = {}
         self._stopping_since: float | None = None
         self._stop_now = False
+        self._traffic, self._boxes = Traffic(), BoxRing()
         self._stages = {
-            stage.display_name: StageRuntime(stage, config.limits, self._send_to_worker)
+            stage.display_name: StageRuntime(
+                stage, config.limits, self._send_to_worker, self._boxes
+            )
             for stage in config.stage_args
         }
         self._stage_of_worker: dict[str, StageRuntime] = {}
@@ -97,7 +102,7 @@ class EngineServer:
             stack.callback(self._context.destroy, linger=int(_DRAIN_S * 1000))
             self._open_sockets(directory, stack)
             stack.callback(self._worker_socket.close, linger=0)
-            self._outbox = Outbox(self._client_socket)
+            self._outbox = Outbox(self._client_socket, self._traffic)
             stack.callback(self._outbox.drain, _DRAIN_S)
             self._desk = ClientDesk(
                 self._stages,
@@ -106,6 +111,8 @@ class EngineServer:
                 self._outbox,
                 self._config.result_ttl_s,
                 self._health,
+                self._boxes,
+                self._traffic,
             )
             stack.callback(self._stop_workers)
             stages = self._stages.values()
@@ -184,6 +191,7 @@ class EngineServer:
     # -- workers
 
     def _on_worker_frames(self, frames: list[zmq.Frame]) -> None:
+        self._traffic.from_workers += codec.message_bytes(frames[1:])
         identity = frames[0].bytes.decode("ascii", "replace")
         worker_id = identity.rpartition(".")[0]
         stage = self._stage_of_worker.get(worker_id)
@@ -200,9 +208,10 @@ class EngineServer:
 
     def _send_to_worker(self, worker_id: str, message: dict[str, Any]) -> None:
         identity = self._stage_of_worker[worker_id].workers[worker_id].identity
-        frames = [identity.encode(), *codec.encode(message)]
+        frames = codec.encode(message)
         with contextlib.suppress(zmq.ZMQError):  # a dead worker is noticed by its exit
-            self._worker_socket.send_multipart(frames, copy=False)
+            self._worker_socket.send_multipart([identity.encode(), *frames], copy=False)
+            self._traffic.to_workers += codec.message_bytes(frames)
 
     def _stop_workers(self) -> None:
         now = time.monotonic()

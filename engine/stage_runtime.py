@@ -7,7 +7,6 @@ passed in.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission, AdmittedRequest
 from omni_engine.engine.deadlines import Deadlines
 from omni_engine.engine.dispatch import Floor
+from omni_engine.engine.figures import StageFigures
 from omni_engine.engine.live_request import Listener, LiveRequest
 from omni_engine.engine.modes import effective_max_num_seqs, make_dispatch, warn_of_capacity
 from omni_engine.engine.reception import Reception
@@ -22,6 +22,7 @@ from omni_engine.engine.request_log import RequestLog
 from omni_engine.engine.restarts import Death
 from omni_engine.engine.scheduler import RequestStatus
 from omni_engine.engine.stage_adapters import StageAdapters
+from omni_engine.engine.timeline import BoxRing, StageTimeline
 from omni_engine.engine.worker_handle import WorkerHandle, WorkerState
 from omni_engine.protocol import adapters, plans
 from omni_engine.protocol.errors import (
@@ -47,13 +48,18 @@ class StageRuntime:
         stage: the stage's configuration.
         limits: the engine's limits.
         send: sends a message to a worker by its id.
+        boxes: takes the batches and ticks that have ended; the stage's own if None.
 
     Raises:
         ConfigError: if an adapter's file is missing.
     """
 
     def __init__(
-        self, stage: StageConfig, limits: Limits, send: Callable[[str, dict[str, Any]], None]
+        self,
+        stage: StageConfig,
+        limits: Limits,
+        send: Callable[[str, dict[str, Any]], None],
+        boxes: BoxRing | None = None,
     ) -> None:
         self.stage = stage
         self.name = stage.display_name
@@ -70,10 +76,10 @@ class StageRuntime:
             stage, registry, self.workers, self._live, self._reception, send
         )
         self._log = RequestLog(self.name)
-        self.counters: Counter[str] = Counter()
-        self.batch_sizes: Counter[int] = Counter()
+        self.figures = StageFigures()
+        self.timeline = StageTimeline(self.name, boxes or BoxRing())
         self._floor = Floor(
-            self._live, self.workers, send, self._finish, self.batch_sizes, self._log
+            self._live, self.workers, send, self._finish, self._log, self.figures, self.timeline
         )
         self._dispatch = make_dispatch(stage.engine_args, None, self._floor)
 
@@ -150,7 +156,7 @@ class StageRuntime:
         self._live[request.request_id] = live
         if live.deadline is not None:
             self._deadlines.add(request.request_id, live.deadline)
-        self.counters["received"] += 1
+        self.figures.received(live)
         self._log.accepted(live, listener.label)
         listener.on_status(request.request_id, RequestStatus.WAITING)
 
@@ -189,14 +195,14 @@ class StageRuntime:
             case plans.READY:
                 self._on_ready(worker, message, now)
             case plans.HEARTBEAT:
-                worker.heartbeat = Heartbeat.from_wire(message)
+                worker.note_heartbeat(Heartbeat.from_wire(message))
             case plans.OUTPUTS:
                 outputs = [DiffusionOutput.from_wire(wire) for wire in message["outputs"]]
-                worker.note_outputs(outputs)
+                worker.note_outputs(outputs, message["forwards"])
                 self._dispatch.on_outputs(worker, outputs, now)
             case plans.STEP_STATES:
                 report = StepReport.from_wire(message)
-                worker.note_outputs(report.outputs)
+                worker.note_outputs(report.outputs, report.forwards)
                 self._dispatch.on_report(worker, report, now)
             case adapters.ADAPTER_CHECKED:
                 self.adapters.on_checked(worker_id, message, now)
@@ -316,8 +322,7 @@ class StageRuntime:
             metrics.run_ms = metrics.run_ms or (now - started) * 1000
             metrics.worker = metrics.worker or live.worker_id or ""
         live.answered = True
-        kind = "aborted" if output.aborted else "failed" if output.error else "completed"
-        self.counters[kind] += 1
+        self.figures.ended(live, output, now)
         self._log.ended(live, output, now, client=live.listener.label)
         live.listener.on_output(output)
 
@@ -338,6 +343,7 @@ class StageRuntime:
         self._dispatch.run_again(again, now)
         for request_id in again:
             self._live[request_id].start_over(death)
+            self.figures.waits_again(self._live[request_id])
         for dead in self.workers.values():  # what is explained now no longer counts against it
             if dead.state is WorkerState.DEAD and (dead is worker or dead.next_start is not None):
                 dead.plan_restart(now)

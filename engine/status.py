@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_engine.engine.figures import OUTCOMES
 from omni_engine.engine.health import stage_health
 from omni_engine.engine.stage_runtime import StageRuntime
 
@@ -27,13 +28,12 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "deterministic": arguments.deterministic,
         "scheduling_policy": arguments.scheduling_policy,
         "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
+        "default_sampling_params": arguments.default_sampling_params.given(),
         "waiting": stage.num_waiting,
         "running": stage.num_running,
         "held": stage.held(),
-        "requests": {
-            name: stage.counters[name] for name in ("received", "completed", "failed", "aborted")
-        },
-        "batch_sizes": {str(size): n for size, n in sorted(stage.batch_sizes.items())},
+        "requests": {name: stage.figures.counters[name] for name in OUTCOMES},
+        "batch_sizes": {str(size): n for size, n in sorted(stage.figures.batch_sizes.items())},
         "adapters": [info.to_wire() for info in stage.adapters.describe(now)],
         "max_loras": arguments.max_loras,
         "max_cpu_loras": arguments.max_cpu_loras,

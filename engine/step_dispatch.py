@@ -23,13 +23,11 @@ class _Steps:
 
     Attributes:
         groups: the group of each plan that still has ticks to run, by plan id.
-        ticks: ticks run.
-        tick_ms: milliseconds they took together.
+        tick_ms: milliseconds that ticks took together.
         members: requests in them, summed over the ticks.
     """
 
     groups: dict[int, int] = dataclasses.field(default_factory=dict)
-    ticks: int = 0
     tick_ms: float = 0.0
     members: int = 0
 
@@ -102,11 +100,7 @@ class StepDispatch:
         if stray_plan or len(running & set(ended)) != len(ended):
             raise ValueError(f"worker {worker.worker_id} reports what it was not given")
         if report.ticks:
-            members = self.scheduler.residents(worker.worker_id).get(steps.groups[plan_id], ())
-            steps.ticks += report.ticks
-            steps.tick_ms += report.tick_ms
-            steps.members += report.ticks * len(members)
-            self._floor.batch_sizes[len(members)] += report.ticks
+            self._note_ticks(worker, report, now)
         self._floor.note_progress(report, now)
         self._floor.finish_all(report.outputs, now, stepped=True)
         if report.plan_done:
@@ -130,16 +124,29 @@ class StepDispatch:
     def describe_worker(self, worker: WorkerHandle) -> dict[str, Any]:
         """Return a worker's resident groups and what its ticks came to, for status."""
         steps, residents = self._steps[worker.worker_id], self.scheduler.residents(worker.worker_id)
+        ticks = worker.figures.ticks
         return {
-            "ticks": steps.ticks,
-            "mean_tick_ms": steps.tick_ms / steps.ticks if steps.ticks else None,
-            "mean_requests_per_tick": steps.members / steps.ticks if steps.ticks else None,
+            "ticks": ticks,
+            "mean_tick_ms": steps.tick_ms / ticks if ticks else None,
+            "mean_requests_per_tick": steps.members / ticks if ticks else None,
             "groups": [self._describe_group(i, ids) for i, ids in residents.items() if ids],
         }
 
     def _ready(self) -> list[WorkerSlot]:
         """Return the workers that take plans."""
         return [worker.slot for worker in self._floor.workers.values() if worker.is_ready]
+
+    def _note_ticks(self, worker: WorkerHandle, report: StepReport, now: float) -> None:
+        steps, floor = self._steps[worker.worker_id], self._floor
+        group_id = steps.groups[report.plan_id]
+        members = self.scheduler.residents(worker.worker_id).get(group_id, ())
+        worker.figures.ticks += report.ticks
+        steps.tick_ms += report.tick_ms
+        steps.members += report.ticks * len(members)
+        floor.figures.batch_sizes[len(members)] += report.ticks
+        floor.timeline.add_tick(
+            worker.worker_id, members, lambda: floor.activations(members), report.tick_ms, now
+        )
 
     def _describe_group(self, group_id: int, request_ids: tuple[str, ...]) -> dict[str, Any]:
         members = [self._floor.live[request_id] for request_id in request_ids]

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from omni_engine.engine.devices import WorkerDevice
+from omni_engine.engine.figures import WorkerFigures
 from omni_engine.engine.restarts import Death, RestartPolicy
 from omni_engine.engine.scheduler import WorkerSlot
 from omni_engine.engine.worker_process import WorkerProcess
@@ -54,6 +55,7 @@ class WorkerHandle:
         error: why its process died or is about to end; None while it does well.
         next_start: when it is started again: seconds, monotonic; None if it runs or never will be.
         was_ready: whether any of its processes was.
+        figures: what its processes have done.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class WorkerHandle:
         self.next_start: float | None = None
         self.was_ready = False
         self.batches = self.requests = self.adapters_needed = self.completed = self.restarts = 0
+        self.figures = WorkerFigures()
         self._busy_s = 0.0
         self._run(now)
 
@@ -183,9 +186,21 @@ class WorkerHandle:
             self.requests += 1
             self.adapters_needed += 0 if activation is None else len(activation.adapters)
 
-    def note_outputs(self, outputs: Iterable[DiffusionOutput]) -> None:
-        """Count what it completed."""
+    def note_outputs(self, outputs: Iterable[DiffusionOutput], forwards: int) -> None:
+        """Count what it completed.
+
+        Args:
+            outputs: of requests that have ended.
+            forwards: denoiser forwards of its process so far.
+        """
         self.completed += sum(output.error is None for output in outputs)
+        self.figures.note_forwards(forwards)
+
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Note what its process says of itself; forwards made while it loads serve nobody."""
+        self.heartbeat = heartbeat
+        if self.state is not WorkerState.LOADING:
+            self.figures.note_forwards(heartbeat.forwards)
 
     def note_ready(self, message: dict[str, Any]) -> None:
         """Note that its process has loaded the model."""
@@ -249,6 +264,7 @@ class WorkerHandle:
     def bury(self, now: float) -> Death:
         """Note that the process is gone; returns how and why."""
         self._busy_s = self.busy_s(now)
+        self.figures.process_ended(self.held)
         self.state, self.held, self.heartbeat = WorkerState.DEAD, None, Heartbeat(0.0)
         process = self._process
         assert process is not None  # only what has lived can die

@@ -19,7 +19,7 @@ from omni_engine.protocol.errors import (
     OmniError,
     ProtocolVersionError,
 )
-from omni_engine.protocol.fields import FieldRule, describe, number, refuse_unknown, text
+from omni_engine.protocol.fields import FieldRule, describe, integer, number, refuse_unknown, text
 from omni_engine.protocol.sampling import MAX_SCALE
 
 PROTOCOL_VERSION = 1
@@ -34,6 +34,8 @@ HELLO, SUBMIT, ABORT, RECEIVED, STATUS, WAIT_READY, PING, BYE = (
     "ping",
     "bye",
 )
+METRICS, TIMELINE = "metrics", "timeline"
+"""What happened so far, in numbers and as batches; answered with messages of the same types."""
 LORAS, LOAD_LORA, UNLOAD_LORA, PIN_LORA = "loras", "load_lora", "unload_lora", "pin_lora"
 """Adapter management: the list is answered with ``loras``, the others with ``lora``."""
 WELCOME, ACCEPTED, EVENT, PROGRESS, OUTPUT, READY, PONG, LORA, ERROR = (
@@ -54,6 +56,8 @@ CLIENT_FIELDS: dict[str, frozenset[str]] = {
     ABORT: frozenset({"request_ids"}),
     RECEIVED: frozenset({"request_ids"}),
     STATUS: frozenset(),
+    METRICS: frozenset(),
+    TIMELINE: frozenset({"since"}),
     WAIT_READY: frozenset(),
     PING: frozenset(),
     BYE: frozenset(),
@@ -92,6 +96,8 @@ def _boolean(value: object) -> bool:
         raise TypeError
     return value
 
+
+_SINCE = integer(0, 2**63 - 1)
 
 _LORA_RULES = {
     "model": text(),
@@ -193,6 +199,8 @@ def parse_client_message(message: Mapping[str, Any]) -> ClientMessage:
     body = {name: message.get(name) for name in CLIENT_FIELDS[kind]}
     if kind == HELLO and body["client"] is not None:
         body["client"] = text(MAX_CLIENT_CHARS).apply("client", body["client"])
+    if kind == TIMELINE and body["since"] is not None:
+        body["since"] = _SINCE.apply("since", body["since"])
     if kind == SUBMIT:
         _check_list(body["requests"], "requests", Mapping, "request maps", MAX_REQUESTS_PER_MESSAGE)
     if kind in (ABORT, RECEIVED):

@@ -87,12 +87,14 @@ class Heartbeat:
         loading_ms: for how long the adapter loader has been at its present file; 0 while it waits.
         memory_caps: most rows of a forward by its kind, in words, as learnt when memory ran out.
         requests: how many the process has.
+        forwards: denoiser forwards that it has run since its model was loaded.
     """
 
     working_ms: float
     loading_ms: float = 0.0
     memory_caps: dict[str, int] = field(default_factory=dict)
     requests: int = 0
+    forwards: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         """Return a message for ``codec.encode``."""
@@ -210,6 +212,7 @@ class StepReport:
         ticks: ticks run since the last report: 0 or 1.
         tick_ms: milliseconds they took.
         plan_done: whether the plan's ticks are over.
+        forwards: denoiser forwards that the process has run since its model was loaded.
     """
 
     plan_id: int
@@ -219,6 +222,7 @@ class StepReport:
     ticks: int = 0
     tick_ms: float = 0.0
     plan_done: bool = False
+    forwards: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         """Return a message for ``codec.encode``; an unusable output becomes its own error."""
@@ -231,6 +235,7 @@ class StepReport:
             "ticks": self.ticks,
             "tick_ms": self.tick_ms,
             "plan_done": self.plan_done,
+            "forwards": self.forwards,
         }
 
     @classmethod
@@ -244,6 +249,7 @@ class StepReport:
             ticks=wire["ticks"],
             tick_ms=wire["tick_ms"],
             plan_done=wire["plan_done"],
+            forwards=wire["forwards"],
         )
 
 
@@ -308,10 +314,18 @@ class PipelineCapabilities:
         return cls(**fields)
 
 
-def outputs_message(plan_id: int, outputs: list[DiffusionOutput]) -> dict[str, Any]:
-    """Build a worker's answer to a batch plan; an unusable output becomes its request's error."""
+def outputs_message(
+    plan_id: int, outputs: list[DiffusionOutput], forwards: int = 0
+) -> dict[str, Any]:
+    """Build a worker's answer to a batch plan; an unusable output becomes its request's error.
+
+    Args:
+        plan_id: the plan.
+        outputs: one per request.
+        forwards: denoiser forwards that the process has run since its model was loaded.
+    """
     wire = [_output_to_wire(output) for output in outputs]
-    return {"type": OUTPUTS, "plan_id": plan_id, "outputs": wire}
+    return {"type": OUTPUTS, "plan_id": plan_id, "outputs": wire, "forwards": forwards}
 
 
 def _output_to_wire(output: DiffusionOutput) -> dict[str, Any]:

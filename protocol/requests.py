@@ -28,11 +28,13 @@ REQUEST_FIELDS = frozenset(
         "sampling_params",
         "detached",
         "preview_every",
+        "preview_max_side",
         "timeout_s",
     }
 )
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 _STEPS = fields.integer(1, 2**31 - 1)
+_PREVIEW_SIDE = fields.integer(16, 4096)
 _TIMEOUT = fields.number(0.001, MAX_TIMEOUT_S)
 
 
@@ -50,6 +52,7 @@ class DiffusionRequest:
         model: a served model's name; None picks the engine's first.
         detached: keep running when the client goes away.
         preview_every: send a small preview picture every so many steps, >= 1; None sends none.
+        preview_max_side: longest side of previews in pixels; None: 256.
         timeout_s: seconds from its arrival after which the engine ends it; None: never.
     """
 
@@ -60,6 +63,7 @@ class DiffusionRequest:
     model: str | None = None
     detached: bool = False
     preview_every: int | None = None
+    preview_max_side: int | None = None
     timeout_s: float | None = None
 
     @property
@@ -84,6 +88,7 @@ class DiffusionRequest:
             "sampling_params": self.sampling_params.to_wire(),
             "detached": self.detached,
             "preview_every": self.preview_every,
+            "preview_max_side": self.preview_max_side,
             "timeout_s": self.timeout_s,
         }
 
@@ -111,6 +116,7 @@ class DiffusionRequest:
             detached=False if detached is None else detached,
             multi_modal_data=wire.get("multi_modal_data"),
             preview_every=wire.get("preview_every"),
+            preview_max_side=wire.get("preview_max_side"),
             timeout_s=wire.get("timeout_s"),
         )
 
@@ -139,6 +145,7 @@ def build_request(
     detached: object = False,
     multi_modal_data: object = None,
     preview_every: object = None,
+    preview_max_side: object = None,
     timeout_s: object = None,
 ) -> DiffusionRequest:
     """Build a checked request from what a user passes as a prompt.
@@ -152,6 +159,7 @@ def build_request(
         detached: keep running when the client goes away.
         multi_modal_data: input pictures by name; see ``DiffusionRequest``.
         preview_every: steps between preview pictures, or None.
+        preview_max_side: longest side of previews in pixels, 16 to 4096, or None.
         timeout_s: seconds from its arrival after which the engine ends it, or None.
 
     Raises:
@@ -171,6 +179,13 @@ def build_request(
             value=describe(detached),
             expected="true or false",
         )
+    if preview_max_side is not None and preview_every is None:
+        raise InvalidRequestError(
+            "preview_max_side has no effect without preview_every",
+            field="preview_max_side",
+            value=describe(preview_max_side),
+            expected="preview_every to be given as well",
+        )
     return DiffusionRequest(
         request_id=_checked_id(request_id),
         prompt=_checked_prompt(prompt),
@@ -181,6 +196,9 @@ def build_request(
         preview_every=None
         if preview_every is None
         else _STEPS.apply("preview_every", preview_every),
+        preview_max_side=None
+        if preview_max_side is None
+        else _PREVIEW_SIDE.apply("preview_max_side", preview_max_side),
         timeout_s=None if timeout_s is None else _TIMEOUT.apply("timeout_s", timeout_s),
     )
 

@@ -211,5 +211,6 @@ class EngineLink(threading.Thread):
             0.0 if self._adapter_keeper is None else self._adapter_keeper.loading_ms(),
             {} if self._memory is None else self._memory.shown(),
             len(self._aborts),
+            main_thread.forwards,
         )
         self._engine.send_multipart(codec.encode(beat.to_wire()))

@@ -77,6 +77,7 @@ def _load(spec: WorkerSpec, link: EngineLink, aborts: AbortFlags) -> Callable[[]
         ) from None
     load_ms = (time.perf_counter() - started) * 1000
     logger.info("ready in %.1f s", load_ms / 1000)
+    main_thread.forwards = 0  # those of the certification served nobody
     link.send({"type": plans.READY, "load_ms": load_ms, **ready})
     return serve
 

@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """When one thread last got on, and whether it waits; written by it, read by another one."""
+    """When one thread last got on, and whether it waits; written by it, read by another one.
+
+    Attributes:
+        forwards: denoiser forwards that it ran; one that several requests share counts once.
+    """
 
     def __init__(self) -> None:
+        self.forwards = 0
         self._last = time.monotonic()
         self._waits = False
 

@@ -21,6 +21,7 @@ from omni_engine.worker.adapter_access import AdapterAccess, under_shared
 from omni_engine.worker.failures import bare, log_failure, pipeline_error
 from omni_engine.worker.finite import check_output
 from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.progress import main_thread
 from omni_engine.worker.request_kinds import kind_of_request
 from omni_engine.worker.retries import SharedRun
 from omni_engine.worker.step_calls import error_of, result_of
@@ -130,10 +131,12 @@ class RequestRunner:
 
     def _forward(self, members: Sequence[DiffusionRequest]) -> list[DiffusionOutput]:
         batch = DiffusionRequestBatch(tuple(members))
-        started = time.perf_counter()
+        started, forwards = time.perf_counter(), main_thread.forwards
         progress = {"on_states": self._on_states} if self._reports_progress else {}
         outputs = check_results(batch, self._pipeline.forward(batch, **progress))
         run_ms = (time.perf_counter() - started) * 1000
+        if main_thread.forwards == forwards:  # nothing of ours saw any: what the pipeline says
+            main_thread.forwards += _forwards_told(outputs)
         for request, output in zip(members, outputs, strict=True):
             if isinstance(output.metrics, OutputMetrics):  # else the output is refused later
                 self._complete(output.metrics, run_ms, len(members))
@@ -146,7 +149,9 @@ class RequestRunner:
         now = time.monotonic()
         if previews or now - self._last_report >= _PROGRESS_INTERVAL_S:
             self._last_report = now
-            self._report(StepReport(self._plan_id, states, previews=previews))
+            report = StepReport(self._plan_id, states, previews=previews)
+            report.forwards = main_thread.forwards
+            self._report(report)
 
     def _complete(self, metrics: OutputMetrics, run_ms: float, batch_size: int) -> None:
         metrics.run_ms, metrics.worker = run_ms, self._worker_id
@@ -157,6 +162,13 @@ class RequestRunner:
         output = DiffusionOutput.failed(request.request_id, error, request.seed)
         output.metrics.worker = self._worker_id
         return output
+
+
+def _forwards_told(outputs: Sequence[DiffusionOutput]) -> int:
+    """Return how many forwards a pipeline says that its batch took; they were shared."""
+    metrics = [o.metrics for o in outputs if isinstance(o.metrics, OutputMetrics)]
+    counts = [m.num_forwards for m in metrics if isinstance(m.num_forwards, int)]
+    return max(counts, default=0)
 
 
 def _on_its_own(output: DiffusionOutput) -> DiffusionOutput:

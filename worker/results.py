@@ -16,7 +16,7 @@ from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.worker.finite import check_finite
 from omni_engine.worker.tensors import tensor_to_wire, to_sound, to_uint8
 
-MAX_PREVIEW_SIDE = 256
+DEFAULT_PREVIEW_SIDE = 256
 _MAX_PREVIEW_SOURCE = 4096 * 4096 * 3
 
 
@@ -69,10 +69,17 @@ def _check_kind(item: Any, *, wants_latents: bool) -> None:
     )
 
 
-def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
+def make_preview(
+    picture: Any, max_side: int = DEFAULT_PREVIEW_SIDE
+) -> npt.NDArray[np.uint8] | None:
     """Return a small uint8 picture of shape (height, width, 3); a clip's middle frame.
 
-    None for what is no picture.
+    Args:
+        picture: what a pipeline made.
+        max_side: the longest side of the result, in pixels.
+
+    Returns:
+        None for what is no picture.
     """
     if not isinstance(picture, np.ndarray) or picture.ndim not in (3, 4) or picture.shape[-1] != 3:
         return None
@@ -80,5 +87,5 @@ def make_preview(picture: Any) -> npt.NDArray[np.uint8] | None:
     if not 0 < frame.size <= _MAX_PREVIEW_SOURCE:
         return None
     image = Image.fromarray(to_uint8(np.nan_to_num(np.clip(frame, 0, None))))
-    image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
+    image.thumbnail((max_side, max_side))
     return np.asarray(image)

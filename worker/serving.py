@@ -22,6 +22,7 @@ from omni_engine.worker.declared import has_forward
 from omni_engine.worker.failures import log_failure, text_of
 from omni_engine.worker.link import WAKE, EngineLink
 from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.progress import main_thread
 from omni_engine.worker.request_runner import RequestRunner
 from omni_engine.worker.step_calls import error_of
 from omni_engine.worker.step_runner import StepRunner
@@ -54,7 +55,9 @@ def serve_batches(
         if message["type"] == WAKE:
             continue
         plan = BatchPlan.from_wire(message)
-        _send_outputs(link, partial(plans.outputs_message, plan.plan_id), runner.run(plan))
+        outputs = runner.run(plan)
+        message_of = partial(plans.outputs_message, plan.plan_id, forwards=main_thread.forwards)
+        _send_outputs(link, message_of, outputs)
 
 
 def serve_steps(

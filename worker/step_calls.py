@@ -14,7 +14,7 @@ from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.stages.contracts import StepBatch, StepRequestState
 from omni_engine.worker.failures import bare, text_of
 from omni_engine.worker.progress import main_thread
-from omni_engine.worker.results import make_preview
+from omni_engine.worker.results import DEFAULT_PREVIEW_SIDE, make_preview
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,9 @@ def preview_of(
     preview: Callable[..., Any], state: StepRequestState
 ) -> npt.NDArray[np.uint8] | None:
     """Return a small picture of a state, or None."""
+    max_side = state.request.preview_max_side or DEFAULT_PREVIEW_SIDE
     try:
-        return make_preview(preview(state))
+        return make_preview(preview(state), max_side)
     except BaseException as error:  # noqa: BLE001  # boundary: a preview; the request goes on
         logger.warning("preview() failed: %s", text_of(error))
         return None

@@ -8,10 +8,12 @@ from typing import Any
 from omni_engine.protocol.errors import PipelineContractError
 from omni_engine.stages.contracts import StepRequestState
 from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.progress import main_thread
 from omni_engine.worker.request_kinds import kind_of_request
 from omni_engine.worker.residents import Picture
 from omni_engine.worker.retries import SharedRun
 from omni_engine.worker.step_calls import batch_of, parts_of, result_of
+from omni_engine.worker.step_counts import StepCounts
 
 
 class StepMethods:
@@ -63,6 +65,8 @@ class StepMethods:
         )
         if not isinstance(predictions, BaseException):
             requests = len({picture.request_id for picture in pictures})
+            own_counts = getattr(states[0], "counts", None)
+            main_thread.forwards += not isinstance(own_counts, StepCounts)
             for picture in pictures:
                 picture.counts.add(requests)
         return predictions

@@ -16,6 +16,7 @@ from omni_engine.worker.abort import AbortFlags
 from omni_engine.worker.adapter_access import AdapterAccess, under_shared
 from omni_engine.worker.failures import log_failure, pipeline_error
 from omni_engine.worker.memory import MemoryCaps
+from omni_engine.worker.progress import main_thread
 from omni_engine.worker.step_calls import result_of
 from omni_engine.worker.step_loop import StepLoop
 
@@ -128,6 +129,7 @@ class StepRunner:
             report.states = group.loop.states()
             report.previews = group.loop.previews()
             turn.ticks -= 1
+        report.forwards = main_thread.forwards
         report.tick_ms = (time.perf_counter() - started) * 1000
         report.plan_done = turn.ticks <= 0 or not len(group.loop)
         if report.plan_done:
