@@ -11,7 +11,7 @@ import typer
 
 from omni_engine.cli.display import clean, console, print_json, print_line, problem_lines, table
 from omni_engine.cli.option_groups import expand_options
-from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, Model
+from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, HttpOptions, Model
 
 if TYPE_CHECKING:
     from omni_engine.stages.settings import Settings
@@ -58,9 +58,10 @@ def show(
     as_json: AsJson = False,
     *,
     engine: EngineOptions,
+    http: HttpOptions,
 ) -> None:
     """Print the effective settings."""
-    settings = engine.settings(model, endpoint=endpoint)
+    settings = engine.settings(model, endpoint=endpoint, **http.overrides())
     if as_json:
         rows = [{"path": p, "value": v, "origin": o} for p, v, o in settings.rows()]
         print_json(rows)

@@ -1,9 +1,10 @@
 """The deploy configuration: what a deploy file may say, as frozen models. Never imports torch.
 
 Public names: ``DeployConfig``, ``StageConfig``, ``EngineArgs``, ``RuntimeArgs``, ``Limits``,
-``CurveArgs``, ``LoRAModule``, ``DefaultLoRA``, ``SamplingDefaults``, ``parse_devices``,
-``resolve_model``, ``resolve_adapter``, ``model_name``, ``BUNDLED_ADAPTERS``, and from
-``yaml_source`` the errors ``ConfigProblem``, ``ConfigFileError``, ``UnsupportedConfigError``.
+``CurveArgs``, ``HttpArgs``, ``LoRAModule``, ``DefaultLoRA``, ``SamplingDefaults``,
+``parse_devices``, ``resolve_model``, ``resolve_adapter``, ``model_name``, ``BUNDLED_ADAPTERS``,
+and from ``yaml_source`` the errors ``ConfigProblem``, ``ConfigFileError`` and
+``UnsupportedConfigError``.
 
 Files are read by ``omni_engine.stages.settings.load_settings``. It also checks what concerns
 several values at once: duplicate names, defaults beyond the limits, files that don't exist.
@@ -113,6 +114,14 @@ Name = Annotated[str, _text(r"^\S(.*\S)?$", "text without blanks around it, <= 2
 _LORA_NAME = r"^[^\s:=]([^:=]*[^\s:=])?$"
 _LORA_NAME_WANTED = "text without ':', '=' or blanks around it, <= 200 characters"
 LoRAName = Annotated[str, _text(_LORA_NAME, _LORA_NAME_WANTED)]  # NAME:SCALE and NAME=PATH
+_KEY_WANTED = "a key of 1 to 200 visible ASCII characters without blanks"
+Key = Annotated[str, _text(r"^[\x21-\x7e]{1,200}$", _KEY_WANTED)]
+_ORIGIN = r"^(\*|https?://[^\s/]+)$"
+_ORIGIN_WANTED = 'an origin such as "https://example.org", or "*" for all'
+Origin = Annotated[str, _text(_ORIGIN, _ORIGIN_WANTED)]
+_HOST = r"^[A-Za-z0-9._:\-]+$"
+_HOST_WANTED = "a host's name or address, without a port"
+HostName = Annotated[str, _text(_HOST, _HOST_WANTED)]
 PathText = Annotated[str, _text(r"\S", "a name or path", 4096)]
 _PIPELINE = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|[A-Za-z_][\w.-]*)$"
 _PIPELINE_WANTED = 'a class such as "my_package.pipelines:MyPipeline", or an entry point\'s name'
@@ -159,12 +168,12 @@ class CurveArgs(_Model):
 class HttpArgs(_Model):
     """The HTTP gateway, a process of its own; without a port there is none."""
 
-    host: Name = "127.0.0.1"
+    host: HostName = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] | None = None
-    api_key: Name | None = None
-    admin_key: Name | None = None
-    cors_origins: Annotated[tuple[Name, ...], Field(strict=False)] = ()
-    image_hosts: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    api_key: Key | None = None
+    admin_key: Key | None = None
+    cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
+    image_hosts: Annotated[tuple[HostName, ...], Field(strict=False)] = ()
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 32)] = 64 << 20
     result_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
     max_kept_bytes: Annotated[int, Field(ge=1024)] = 1 << 30

@@ -26,11 +26,16 @@ OVERRIDES: dict[str, Loc] = {
     "name": (*_STAGE, "name"),
     "curve_secret_key": ("curve", "secret_key"),
     "curve_clients": ("curve", "clients"),
+    **{name: ("http", name) for name in schema.HttpArgs.model_fields if name != "result_ttl_s"},
+    "http_result_ttl_s": ("http", "result_ttl_s"),
     **{name: ("limits", name) for name in schema.Limits.model_fields},
     **{name: (*_STAGE, "engine_args", name) for name in schema.EngineArgs.model_fields},
     **{name: (*_STAGE, "runtime", name) for name in schema.RuntimeArgs.model_fields},
 }
 """Every option that can be overridden, and the place of its value in the configuration."""
+
+SECRETS: frozenset[Loc] = frozenset({("http", "api_key"), ("http", "admin_key")})
+"""Places of values that are never shown."""
 
 
 class Finding(NamedTuple):
@@ -67,7 +72,7 @@ def explain(error: ErrorDetails) -> Finding:
     wanted = "a finite number" if kind == "finite_number" else allowed(loc)
     if kind == "missing":
         return Finding(loc, f"is missing; expected {wanted}")
-    message = f"expected {wanted}, got {_shown(value)}"
+    message = f"expected {wanted}, got {'something else' if loc in SECRETS else _shown(value)}"
     return Finding(loc, message, _value_hint(kind, value, wanted))
 
 

@@ -18,6 +18,7 @@ from omni_engine.protocol.errors import nearest
 from omni_engine.stages import config as schema
 from omni_engine.stages.config_checks import OVERRIDES as OVERRIDES
 from omni_engine.stages.config_checks import (
+    SECRETS,
     Finding,
     connection_findings,
     dig,
@@ -29,6 +30,7 @@ from omni_engine.stages.yaml_source import ConfigProblem, Loc, Mark, config_erro
 
 Origin = Literal["command line", "constructor"]
 
+_MASK = "***"
 _BUNDLED_FILE = Path(__file__).with_name("bundled.yaml")
 
 
@@ -48,12 +50,18 @@ class Settings:
         return self._origins.get(path, "default")
 
     def rows(self) -> list[tuple[str, object, str]]:
-        """Return (dotted path, effective value, origin) of every value, in the file's order."""
+        """Return (dotted path, effective value, origin) of every value, in the file's order.
+
+        Keys are masked.
+        """
         data = self.config.model_dump(mode="json")
         for stage, dumped in zip(self.config.stage_args, data["stage_args"], strict=True):
             dumped["name"] = stage.display_name
             defaults = stage.engine_args.default_sampling_params.given()
             dumped["engine_args"]["default_sampling_params"] = defaults
+        for section, key in SECRETS:
+            if data[section][key] is not None:
+                data[section][key] = _MASK
         leaves = {
             dotted(loc): value
             for loc, value in walk(data)
@@ -131,6 +139,10 @@ class _Draft:
                 close = nearest(name, set(OVERRIDES))
                 hint = f"did you mean {self._label(close)}?" if close else None
                 self._refuse(name, "there is no such option", hint)
+            elif loc[0] == "http" and self.origin == "constructor":
+                hint = "start `omni-engine serve --port PORT`"
+                message = f"{name} has no effect here: only `omni-engine serve` speaks HTTP"
+                self._refuse(name, message, hint, unsupported=True)
             elif loc[0] == "stage_args" and isinstance(stages, list) and len(stages) > 1:
                 message = f"{self.file} has {len(stages)} stages, and an option names none of them"
                 self._refuse(name, message, f"set {dotted(loc[2:])} in the file")
@@ -149,8 +161,11 @@ class _Draft:
                 text = re.sub(whole_word, self._label(name), text)
         return text
 
-    def _refuse(self, name: str, message: str, hint: str | None) -> None:
-        self.problems.append(ConfigProblem(self._label(name), message, hint=hint))
+    def _refuse(
+        self, name: str, message: str, hint: str | None, *, unsupported: bool = False
+    ) -> None:
+        problem = ConfigProblem(self._label(name), message, hint=hint, unsupported=unsupported)
+        self.problems.append(problem)
 
     def check(self, *, final: bool = True) -> schema.DeployConfig | None:
         """Validate the data as it is now; a problem that is known already isn't added again.

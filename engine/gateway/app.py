@@ -15,6 +15,9 @@ from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.settings import GatewaySettings
 from omni_engine.engine.gateway.state import Gateway
 
+_CONNECT_S = 60.0
+"""How long the engine may take to answer at first; it is busy when workers start."""
+
 ROUTERS = (health.router, models.router)
 
 
@@ -25,7 +28,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         encoders = EncoderPool(settings.http.encoder_threads)
         try:
-            async with AsyncOmniClient(settings.endpoint, keys=settings.keys) as client:
+            async with AsyncOmniClient(
+                settings.endpoint, connect_timeout_s=_CONNECT_S, keys=settings.keys
+            ) as client:
                 app.state.gateway = Gateway(
                     client, Catalog(client), settings.http, settings.limits, encoders
                 )

@@ -10,16 +10,24 @@ import socket
 import sys
 
 import uvicorn
+from fastapi import FastAPI
 
 from omni_engine.engine.gateway.app import create_app
+from omni_engine.engine.gateway.launcher import GOODBYE
 from omni_engine.engine.gateway.settings import GatewaySettings
+from omni_engine.engine.gateway.state import Gateway
 from omni_engine.protocol import pipes
+from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.logs import start_logging
 from omni_engine.protocol.stderr_writer import stderr_writer
 
-_STDIN, _STDOUT = 0, 1
+logger = logging.getLogger(__name__)
+
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
 _LAST_WORDS_S = 10
-"""How long answers that are under way may take when the gateway ends."""
+"""How long answers under way may take once the engine has ended in order."""
+_ORPHANED_S = 1
+"""The same once it was killed: no results come any more."""
 
 
 def main() -> int:
@@ -28,43 +36,60 @@ def main() -> int:
         settings = GatewaySettings.model_validate(pipes.read_message(_STDIN))
     except EOFError:  # the engine left before it said what to serve
         return 1
+    news = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)  # nobody reads that pipe after the first message
     start_logging("gateway", "INFO", stderr_writer())
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         log_config=None,
+        access_log=False,
         timeout_graceful_shutdown=_LAST_WORDS_S,
         server_header=False,
         h11_max_incomplete_event_size=64 << 10,
     )
     server = uvicorn.Server(config)
     listener = socket.socket(fileno=settings.listener)
-    asyncio.run(_serve(server, listener))
+    try:
+        asyncio.run(_serve(server, app, listener, news))
+    except OmniError as error:  # from the connection to the engine
+        logger.error("the HTTP gateway can't reach its engine: %s", error)
     return 0 if server.started else 1
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, news: int) -> None:
     loop = asyncio.get_running_loop()
+    told_to_end = False
 
     def on_input() -> None:
-        if not os.read(_STDIN, 4096):
+        nonlocal told_to_end
+        said = os.read(_STDIN, 4096)
+        told_to_end = told_to_end or GOODBYE in said
+        if not said:
             loop.remove_reader(_STDIN)
+            server.config.timeout_graceful_shutdown = _LAST_WORDS_S if told_to_end else _ORPHANED_S
+            gateway: Gateway | None = getattr(app.state, "gateway", None)
+            if gateway is not None:
+                gateway.closing.set()
             server.should_exit = True
 
     loop.add_reader(_STDIN, on_input)
-    told = asyncio.create_task(_tell_when_up(server))
+    announcing = asyncio.create_task(_announce_when_up(server, news))
     try:
         await server.serve(sockets=[listener])
     finally:
-        told.cancel()
+        announcing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await told
+            await announcing
 
 
-async def _tell_when_up(server: uvicorn.Server) -> None:
+async def _announce_when_up(server: uvicorn.Server, news: int) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
-    pipes.write_message(_STDOUT, {"started": True})
+    with contextlib.suppress(BrokenPipeError):  # the engine has gone; standard input tells
+        pipes.write_message(news, {"started": True})
+    os.close(news)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import cast
@@ -25,6 +26,7 @@ class Gateway:
         limits: the engine's.
         encoders: threads for work that would hold up the event loop.
         started: when this process began: unix seconds.
+        closing: set when the process is about to end: streams without an end must end then.
     """
 
     client: AsyncOmniClient
@@ -33,6 +35,7 @@ class Gateway:
     limits: Limits
     encoders: EncoderPool
     started: float = field(default_factory=time.time)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def gateway_of(request: Request) -> Gateway:
