@@ -24,7 +24,7 @@ from support_pipelines import pattern
 
 from omni_engine.cli import configuration, generate, inspection, interrupts, keys, loras, serve
 from omni_engine.cli import main as cli
-from omni_engine.cli.options import EngineOptions
+from omni_engine.cli.options import EngineOptions, HttpOptions
 from omni_engine.cli.pictures import slug
 from omni_engine.cli.progress import RequestProgress
 from omni_engine.cli.tables import print_rows
@@ -190,7 +190,9 @@ def test_version(invoke: Callable[..., Result]) -> None:
 
 def test_every_setting_has_an_option() -> None:
     options = set(EngineOptions.__dataclass_fields__) - {"config", "log_level", "log_format"}
-    assert options | {"endpoint", "model"} == set(OVERRIDES)
+    http = set(HttpOptions.__dataclass_fields__)
+    assert not options & http
+    assert options | http | {"endpoint", "model"} == set(OVERRIDES)
 
 
 # -- wrong usage
