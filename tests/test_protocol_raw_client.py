@@ -16,7 +16,7 @@ from support_pipelines import pattern
 from test_step_mode import GATED
 
 from omni_engine import Omni
-from omni_engine.engine import client_desk, connection, pending
+from omni_engine.engine import client_desk, connection, pending, timeline
 from omni_engine.protocol import adapters, codec, messages, plans, requests
 from omni_engine.protocol.adapters import Adapter, AdapterActivation, AdapterReport, AdaptersHeld
 from omni_engine.protocol.errors import ERRORS_BY_CODE, OmniError
@@ -149,6 +149,42 @@ def test_no_preview_comes_unasked(raw_stepped: RawClient) -> None:
     for request_id in "pq":
         story = raw_stepped.story(request_id)
         assert {m["preview"] for m in story if m["type"] == "progress"} == {None}
+
+
+def test_the_timeline_is_followed_by_number(raw: RawClient) -> None:
+    """Every batch comes once, in order, whoever asks how often."""
+    seen = []
+    since = raw.call("timeline", since=2**63 - 1)["timeline"]["next"]
+    for name in ("a", "b", "c"):
+        raw.submit(request(name))
+        assert raw.output(name)["error"] is None
+        drawn = raw.call("timeline", since=since)["timeline"]
+        (box,) = drawn["boxes"]
+        assert (box["seq"], drawn["next"], drawn["missed"]) == (since, since + 1, 0)
+        assert box["start_s"] < box["end_s"] <= drawn["now_s"]
+        since = drawn["next"]
+        seen.append(box["request_ids"])
+    assert seen == [["a"], ["b"], ["c"]]
+    assert raw.call("timeline", since=since)["timeline"]["boxes"] == []
+    latest = raw.call("timeline")["timeline"]["boxes"]
+    assert [box["request_ids"] for box in latest[-3:]] == seen
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**63, 1.5, True, "2", [1]])
+def test_since_is_checked_on_arrival(raw: RawClient, wrong: object) -> None:
+    error = raw.call("timeline", since=wrong)["error"]
+    assert (error["code"], error["field"]) == ("invalid_request", "since")
+
+
+@pytest.mark.parametrize("wrong", [0, 15, 4097, 100.5, True, "64"])
+def test_preview_max_side_is_checked_on_arrival(raw: RawClient, wrong: object) -> None:
+    error = raw.refusal({"prompt": "a", "preview_every": 1, "preview_max_side": wrong})
+    assert (error["code"], error["field"]) == ("invalid_request", "preview_max_side")
+    alone = raw.refusal({"prompt": "a", "preview_max_side": 64})
+    assert (alone["field"], alone["expected"]) == (
+        "preview_max_side",
+        "preview_every to be given as well",
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2**31, 1.5, True, "2", [1]])
@@ -320,6 +356,7 @@ CLIENT_TYPES = set(messages.CLIENT_FIELDS)
 ENGINE_TYPES = {
     messages.WELCOME, messages.ACCEPTED, messages.EVENT, messages.PROGRESS, messages.OUTPUT,
     messages.STATUS, messages.READY, messages.PONG, messages.LORAS, messages.LORA, messages.ERROR,
+    messages.METRICS, messages.TIMELINE,
 }  # fmt: skip
 
 
@@ -350,6 +387,8 @@ def test_the_page_lists_the_fields_the_engine_sends(
         "ready": raw.call("wait_ready"),
         "pong": raw.call("ping"),
         "status (answer)": raw.call("status"),
+        "metrics (answer)": raw_with_adapter.call("metrics"),
+        "timeline (answer)": raw_with_adapter.call("timeline", since=0),
         "loras (answer)": raw_with_adapter.call("loras"),
         "lora": raw_with_adapter.call("pin_lora", name="night", pin=True),
         "progress": raw_stepped.find(lambda message: message["type"] == "progress"),
@@ -378,6 +417,16 @@ def test_the_page_lists_the_fields_the_engine_sends(
     only_stepped = set(column("Status / stepped worker field"))
     assert set(stepped) - set(stage["workers"][0]) == only_stepped
     assert set(stage["capabilities"]) == set(column("Capabilities / capability"))
+    metrics = told["metrics (answer)"]["metrics"]
+    (figures,) = metrics["stages"]
+    assert set(metrics) == set(column("Metrics / metrics field"))
+    assert set(figures) == set(column("Metrics / stage figure"))
+    assert set(figures["histograms"]) == set(column("Metrics / histogram"))
+    assert set(figures["workers"][0]) == set(column("Metrics / worker figure"))
+    assert set(figures["workers"][0]["adapters"]) == set(column("Metrics / adapters figure"))
+    drawn = told["timeline (answer)"]["timeline"]
+    assert set(drawn) == set(column("Timeline / timeline field"))
+    assert set(drawn["boxes"][0]) == set(column("Timeline / box field"))
     assert set(told["output"]["output"]) == set(column("Outputs / output field"))
 
 
@@ -431,6 +480,11 @@ def test_the_page_states_the_limits_that_are() -> None:
         f"up to {_WORDS[pending.MAX_ATTEMPTS]} times",
         f"number 0.001 to {requests.MAX_TIMEOUT_S:.0f}, or nil",
         f"list of 1 to {messages.MAX_REQUESTS_PER_MESSAGE} maps",
+        f"keeps the latest {timeline.MAX_BOXES}, fewer",
+        f"name more than {timeline.MAX_KEPT_IDS} requests together",
+        f"holds up to {timeline.MAX_BOXES_PER_REPLY} boxes",
+        f"the first {timeline.MAX_IDS_PER_BOX} of them",
+        f"at most {timeline.MAX_ADAPTERS_PER_BOX} |",
         f"`max_waiting_requests`, {limits.max_waiting_requests} by default",
         f"string of 1 to {requests.MAX_REQUEST_ID_CHARS} printable characters",
         f"string of at most {messages.MAX_CLIENT_CHARS} characters",
@@ -463,3 +517,5 @@ def test_the_page_lists_what_engine_and_workers_say() -> None:
     ):
         assert all(f"`{name}`" in rows[wire["type"]][1] for name in set(wire) - {"type"})
     assert all(f"`{name}`" in PAGE.read_text() for name in names_of(WorkerSpec))
+    told = names_of(plans.Heartbeat)
+    assert all(f"`{name}`" in rows[plans.HEARTBEAT][1] for name in told)

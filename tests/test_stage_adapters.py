@@ -171,7 +171,7 @@ class Stage:
             )
             for request, activation in zip(plan.requests, plan.activations, strict=True)
         ]
-        self.says(worker_id, plans.OUTPUTS, plan_id=plan.plan_id,
+        self.says(worker_id, plans.OUTPUTS, plan_id=plan.plan_id, forwards=1,
                   outputs=[output.to_wire() for output in outputs])  # fmt: skip
 
     # -- management

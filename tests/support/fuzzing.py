@@ -78,10 +78,10 @@ def worker_messages() -> list[Message]:
     capabilities = plans.PipelineCapabilities("Ghost").to_wire()
     return [
         {"type": plans.READY, "load_ms": 1.0, "capabilities": capabilities, "parameter_bytes": 3},
-        {"type": plans.OUTPUTS, "plan_id": 1, "outputs": [output, failed]},
+        {"type": plans.OUTPUTS, "plan_id": 1, "outputs": [output, failed], "forwards": 8},
         plans.StepReport(2, [plans.StepState("ghost", 1, 4)], ticks=1, plan_done=True).to_wire()
         | {"outputs": [output]},
-        plans.Heartbeat(3.0, 0.0, {"rows": 2}).to_wire(),
+        plans.Heartbeat(3.0, 0.0, {"rows": 2}, 1, 8).to_wire(),
         {"type": plans.FAULT, "error": ModelError("m").to_wire()},
         {"type": adapters.ADAPTER_CHECKED, "check_id": 1, "report": None, "error": None},
         adapters.AdaptersHeld([], []).to_wire(),
