@@ -32,6 +32,18 @@ async def retrieve_model(
     return _described(found, gateway)
 
 
+_SHOWN_DEFAULTS = (
+    "width",
+    "height",
+    "num_frames",
+    "fps",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "negative_prompt",
+)
+
+
 def _described(model: ServedModel, gateway: Gateway) -> dict[str, Any]:
     able = model.capabilities
     return {
@@ -42,5 +54,8 @@ def _described(model: ServedModel, gateway: Gateway) -> dict[str, Any]:
         "pipeline": None if able is None else able.pipeline,
         "makes": None if able is None else ("video" if able.makes_video else "image"),
         "inputs": None if able is None else sorted(able.inputs),
+        "required_inputs": None if able is None else sorted(able.required_inputs),
+        "size_multiple": None if able is None else able.size_multiple,
+        "defaults": {name: model.default(name) for name in _SHOWN_DEFAULTS},
         "step_execution": model.step_execution,
     }
