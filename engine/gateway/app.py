@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 import omni_engine
 from omni_engine.engine.async_client import AsyncOmniClient
-from omni_engine.engine.gateway import errors, guards, health, live, models, page
+from omni_engine.engine.gateway import errors, guards, health, live, loras, metrics, models, page
 from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.settings import GatewaySettings
@@ -18,7 +18,7 @@ from omni_engine.engine.gateway.state import Gateway
 _CONNECT_S = 60.0
 """How long the engine may take to answer at first; it is busy when workers start."""
 
-ROUTERS = (health.router, models.router, live.router, page.router)
+ROUTERS = (health.router, metrics.router, models.router, loras.router, live.router, page.router)
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -26,7 +26,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        encoders = EncoderPool(settings.http.encoder_threads)
+        observe = app.state.http_figures.encode_seconds.observe
+        encoders = EncoderPool(settings.http.encoder_threads, observe)
         try:
             async with AsyncOmniClient(
                 settings.endpoint, connect_timeout_s=_CONNECT_S, keys=settings.keys
@@ -46,6 +47,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     errors.install(app)
     guards.install(app, settings.http)
+    metrics.install(app)
     for router in ROUTERS:
         app.include_router(router)
     return app

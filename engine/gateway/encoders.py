@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -21,18 +22,27 @@ class EncoderPool:
 
     Args:
         threads: how many.
+        observe: told how many seconds each call took.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, observe: Callable[[float], None] = lambda _: None) -> None:
         self._threads = ThreadPoolExecutor(threads, "omni-encoder", _step_back)
+        self._observe = observe
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function in one of the threads and return what it returns.
 
         Cancelling the wait leaves a call that has begun running; one that has not is dropped.
         """
-        future = self._threads.submit(function, *args, **kwargs)
-        return await asyncio.wrap_future(future)
+
+        def timed() -> R:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._observe(time.perf_counter() - began)
+
+        return await asyncio.wrap_future(self._threads.submit(timed))
 
     def close(self) -> None:
         """End the threads once they are done; what has not begun is dropped."""
