@@ -1,8 +1,9 @@
 // Draws the timeline: the queue above, one row a worker, one box a tick or batch.
 
 const GUTTER = 34;
-const QUEUE_HEIGHT = 46;
-const LABEL_HEIGHT = 18;
+const QUEUE_HEIGHT = 40;
+const LABEL_HEIGHT = 22;
+const BETWEEN = 10;
 const AXIS_HEIGHT = 20;
 const LAG_S = 0.35;
 const FRAME_MS = 33;
@@ -50,8 +51,10 @@ class TimelineCanvas {
 
   draw() {
     const rows = [...this.timeline.rows.values()];
-    const barHeight = rows.length <= 2 ? 54 : rows.length <= 4 ? 40 : 24;
-    const height = QUEUE_HEIGHT + LABEL_HEIGHT + AXIS_HEIGHT + Math.max(1, rows.length) * (barHeight + LABEL_HEIGHT);
+    const barHeight = [80, 80, 60, 44, 44][rows.length] ?? 26;
+    const rowHeight = LABEL_HEIGHT + barHeight + BETWEEN;
+    const firstRow = LABEL_HEIGHT + QUEUE_HEIGHT + BETWEEN;
+    const height = firstRow + Math.max(1, rows.length) * rowHeight - BETWEEN + AXIS_HEIGHT;
     this.fit(height);
     const now = this.frozenAt ?? this.timeline.now();
     const pen = this.pen;
@@ -62,8 +65,7 @@ class TimelineCanvas {
     const most = this.mostRequests(rows);
     this.drawQueue(LABEL_HEIGHT);
     rows.forEach((row, place) => {
-      const top = LABEL_HEIGHT + QUEUE_HEIGHT + place * (barHeight + LABEL_HEIGHT) + LABEL_HEIGHT;
-      this.drawRow(row, place, top, barHeight, most);
+      this.drawRow(row, place, firstRow + place * rowHeight + LABEL_HEIGHT, barHeight, most);
     });
     this.drawAxis(height - AXIS_HEIGHT);
     this.showTip();
@@ -111,11 +113,11 @@ class TimelineCanvas {
   }
 
   drawQueue(top) {
-    const height = QUEUE_HEIGHT - 8;
+    const height = QUEUE_HEIGHT;
     const bottom = top + height;
     const samples = this.timeline.queue;
     const most = Math.max(4, ...samples.map((sample) => sample.waiting));
-    this.text("Waiting requests", GUTTER, top - LABEL_HEIGHT / 2);
+    this.text("Requests waiting", GUTTER, top - 10);
     this.text(String(most), GUTTER - 6, top + 4, "right");
     this.text("0", GUTTER - 6, bottom - 2, "right");
     this.line(GUTTER, bottom, this.width, bottom);
@@ -124,8 +126,8 @@ class TimelineCanvas {
     this.pen.rect(GUTTER, top - 2, this.width - GUTTER, height + 4);
     this.pen.clip();
     this.pen.beginPath();
-    this.pen.moveTo(GUTTER - 2, bottom + 2);
-    let y = bottom;
+    let y = bottom + 2;
+    this.pen.moveTo(Math.max(GUTTER - 2, this.x(samples[0]?.at ?? this.end)), y);
     for (const { at, waiting } of samples) {
       const x = Math.max(GUTTER - 2, this.x(at));
       this.pen.lineTo(x, y);
@@ -145,8 +147,8 @@ class TimelineCanvas {
 
   drawRow(row, place, top, height, most) {
     const bottom = top + height;
-    const state = row.state && row.state !== "ready" ? ` (${row.state})` : "";
-    this.text(row.worker_id + state, GUTTER, top - LABEL_HEIGHT / 2);
+    const state = ["idle", "busy"].includes(row.state) ? "" : ` (${row.state})`;
+    this.text(`${row.stage} · ${row.worker_id}${state}`, GUTTER, top - 10);
     this.text(String(most), GUTTER - 6, top + 4, "right");
     if (height >= 40) {
       this.text(String(most / 2), GUTTER - 6, top + height / 2, "right");

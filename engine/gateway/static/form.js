@@ -36,7 +36,7 @@ class DrawForm {
     byId("model").replaceChildren(...models.map((model) => make("option", { value: model.id }, model.id)));
     if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
     byId("model-field").hidden = models.length < 2;
-    for (const adapter of this.adapters) adapterSeries(adapter.name);
+    orderAdapters(this.adapters.map((adapter) => adapter.name));
     this.showModel();
   }
 

@@ -17,6 +17,13 @@ function adapterSeries(name) {
   return adapterOrder.get(name);
 }
 
+/** Give the adapters that a server offers the first colours, in its order. */
+function orderAdapters(names) {
+  const others = [...adapterOrder.keys()];
+  adapterOrder.clear();
+  for (const name of [...names, ...others]) adapterSeries(name);
+}
+
 class Timeline {
   constructor() {
     this.rows = new Map();
