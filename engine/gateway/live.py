@@ -34,7 +34,8 @@ MAX_WAITING_BOXES = 4096
 
 BOXES_PER_EVENT = 256
 
-_ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
+
 _OUTPUTS_INTERVAL_S = 1.0
 _HISTORY_S = 30.0
 
@@ -83,10 +84,11 @@ class LiveFeed:
 
     Args:
         client: the connection to the engine.
+        answer_timeout_s: seconds after which an engine that has not answered is away.
     """
 
-    def __init__(self, client: AsyncOmniClient) -> None:
-        self._client = client
+    def __init__(self, client: AsyncOmniClient, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._client, self._answer_timeout_s = client, answer_timeout_s
         self._viewers: set[Viewer] = set()
         self._loop: asyncio.Task[None] | None = None
         self._since: int | None = None
@@ -133,7 +135,7 @@ class LiveFeed:
             except OmniError as error:
                 self._tell_away(error.message)
             except TimeoutError:
-                self._tell_away(f"The engine has not answered for {_ANSWER_TIMEOUT_S:g} s.")
+                self._tell_away(f"The engine has not answered for {self._answer_timeout_s:g} s.")
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
 
     async def _ask(self) -> None:
@@ -171,7 +173,7 @@ class LiveFeed:
             viewer.tell_away(reason)
 
     async def _answer(self, ask: Callable[[], Awaitable[Json]]) -> Json:
-        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(self._answer_timeout_s):
             return await ask()
 
 
