@@ -276,6 +276,7 @@ class PipelineCapabilities:
         samplers: names that a request's ``sampler`` may have.
         samplers_with_sigmas: those of them that take a request's ``sigmas``.
         samplers_with_eta: those of them that take a request's ``eta``.
+        makes_transparency: whether pictures have a fourth channel, alpha.
         makes_previews: whether it can make previews of unfinished pictures.
         exclusive: whether a request must have the pipeline for itself from start to end.
     """
@@ -298,6 +299,7 @@ class PipelineCapabilities:
     samplers: frozenset[str] = frozenset()
     samplers_with_sigmas: frozenset[str] = frozenset()
     samplers_with_eta: frozenset[str] = frozenset()
+    makes_transparency: bool = False
     makes_previews: bool = False
     exclusive: bool = False
 

@@ -59,11 +59,8 @@ class Settings:
             dumped["name"] = stage.display_name
             defaults = stage.engine_args.default_sampling_params.given()
             dumped["engine_args"]["default_sampling_params"] = defaults
-        for section, key in SECRETS:
-            if data[section][key] is not None:
-                data[section][key] = _MASK
         leaves = {
-            dotted(loc): value
+            dotted(loc): _MASK if loc in SECRETS and value is not None else value
             for loc, value in walk(data)
             if not isinstance(value, dict | list) or not value
         }

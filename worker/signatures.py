@@ -9,6 +9,7 @@ from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.protocol.sampling import ENGINE_FIELDS, SAMPLING_FIELDS
 from omni_engine.stages.families import family_of
 from omni_engine.worker.fusion_report import FusionReport
+from omni_engine.worker.row_calls import picture_channels
 from omni_engine.worker.sampler_table import TAKE_ETA, TAKE_SIGMAS
 from omni_engine.worker.samplers import samplers_for
 from omni_engine.worker.views import takes_adapters
@@ -75,6 +76,7 @@ def diffusers_capabilities(pipe: Any, batching: FusionReport) -> PipelineCapabil
         size_multiple=size_multiple(pipe),
         supports_lora="lora_request" in fields,
         makes_video="num_frames" in parameters,
+        makes_transparency=picture_channels(pipe) == 4,
         makes_previews=True,
         samplers=samplers,
         samplers_with_sigmas=samplers & TAKE_SIGMAS,

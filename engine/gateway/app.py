@@ -9,7 +9,19 @@ from fastapi import FastAPI
 
 import omni_engine
 from omni_engine.engine.async_client import AsyncOmniClient
-from omni_engine.engine.gateway import errors, guards, health, live, loras, metrics, models, page
+from omni_engine.engine.gateway import (
+    edits,
+    errors,
+    files,
+    guards,
+    health,
+    images,
+    live,
+    loras,
+    metrics,
+    models,
+    page,
+)
 from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.settings import GatewaySettings
@@ -18,7 +30,17 @@ from omni_engine.engine.gateway.state import Gateway
 _CONNECT_S = 60.0
 """How long the engine may take to answer at first; it is busy when workers start."""
 
-ROUTERS = (health.router, metrics.router, models.router, loras.router, live.router, page.router)
+ROUTERS = (
+    health.router,
+    metrics.router,
+    models.router,
+    images.router,
+    edits.router,
+    files.router,
+    loras.router,
+    live.router,
+    page.router,
+)
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:

@@ -55,7 +55,7 @@ _TYPE_BY_STATUS = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class GatewayError(Exception):
     """What the gateway itself refuses.
 
@@ -130,6 +130,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(OmniError, _on_engine_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_surprise)
 
 
 async def _on_gateway_error(request: Request, error: Exception) -> JSONResponse:
@@ -143,17 +144,15 @@ async def _on_engine_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Tell of the first field that is wrong, as OpenAI does."""
+    from omni_engine.engine.gateway.validation import refusal_of  # it needs GatewayError
+
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(where) or None
-    unknown = first["type"] == "extra_forbidden"
-    message = (
-        f"There is no field {param!r}." if unknown else f"{param or 'the body'}: {first['msg']}."
-    )
-    code = "unknown_field" if unknown else "invalid_request"
-    return _response(400, message, param, code)
+    return refusal_of(error.errors()).response()
+
+
+async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
+    """Tell that the server failed; what happened is in its log, not in the answer."""
+    return _response(500, "The server failed; its log tells more.", None, "internal_error")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

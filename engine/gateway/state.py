@@ -12,6 +12,7 @@ from fastapi import Request
 from omni_engine.engine.async_client import AsyncOmniClient
 from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
+from omni_engine.engine.gateway.kept_files import KeptFiles
 from omni_engine.stages.config import HttpArgs, Limits
 
 
@@ -25,6 +26,7 @@ class Gateway:
         http: the deploy file's section.
         limits: the engine's.
         encoders: threads for work that would hold up the event loop.
+        files: pictures that were asked for as URLs.
         started: when this process began: unix seconds.
         closing: set when the process is about to end: streams without an end must end then.
     """
@@ -34,8 +36,12 @@ class Gateway:
     http: HttpArgs
     limits: Limits
     encoders: EncoderPool
+    files: KeptFiles = field(init=False)
     started: float = field(default_factory=time.time)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.files = KeptFiles(self.http.max_kept_bytes, self.http.result_ttl_s)
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -1,0 +1,92 @@
+"""What routes tell of themselves in the OpenAPI document, where FastAPI can't see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from omni_engine.engine.gateway.validation import Body
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong, as OpenAI's clients know it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetails
+
+
+_MEANINGS = {
+    400: "A field is wrong; `param` names it.",
+    401: "The key is missing or wrong.",
+    403: "That is not allowed.",
+    404: "There is no such thing.",
+    409: "It clashes with another request, or was aborted.",
+    413: "The body is too large.",
+    415: "The body's Content-Type is another one.",
+    422: "The adapter can't be used.",
+    429: "The queue is full; try again after `Retry-After`.",
+    500: "The model or the server failed.",
+    503: "The model or the engine is not there (yet).",
+    504: "The request's time was up.",
+}
+_OF_REQUESTS = (400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503, 504)
+
+
+def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a route that are no success, for its ``responses``."""
+    return {status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses}
+
+
+def errors_of_requests() -> dict[int | str, dict[str, Any]]:
+    """Return what a route that runs a model may answer instead of its result."""
+    return errors_of(*_OF_REQUESTS)
+
+
+def takes_json(model: type[Body]) -> dict[str, Any]:
+    """Return a route's ``openapi_extra``: its body is this model, in JSON."""
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": model.schema_for_openapi()}},
+        }
+    }
+
+
+def takes_form(model: type[Body], pictures: dict[str, str], required: list[str]) -> dict[str, Any]:
+    """Return a route's ``openapi_extra``: its body is a form.
+
+    Args:
+        model: the text fields.
+        pictures: the fields for pictures, and what they are.
+        required: those of them that must be there.
+    """
+    schema = model.schema_for_openapi()
+    files = {
+        name: {"type": "string", "format": "binary", "description": text}
+        for name, text in pictures.items()
+    }
+    schema["properties"] = {**files, **schema["properties"]}
+    schema["required"] = [*required, *schema.get("required", [])]
+    return {
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+    }
+
+
+def event_stream(model: type[BaseModel], description: str) -> dict[int | str, dict[str, Any]]:
+    """Return a success that is JSON or, when asked for, server-sent events."""
+    return {
+        200: {
+            "model": model,
+            "description": description,
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        }
+    }
