@@ -21,6 +21,7 @@ from omni_engine.engine.gateway import (
     metrics,
     models,
     page,
+    videos,
 )
 from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
@@ -38,6 +39,7 @@ ROUTERS = (
     edits.router,
     files.router,
     loras.router,
+    videos.router,
     live.router,
     page.router,
 )

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from omni_engine.engine.gateway.auth import require_admin_key, require_key
 from omni_engine.engine.gateway.errors import GatewayError, from_engine
+from omni_engine.engine.gateway.openapi import errors_of
 from omni_engine.engine.gateway.state import Gateway, gateway_of
+from omni_engine.engine.gateway.validation import Body
 from omni_engine.protocol.errors import OmniError
 from omni_engine.protocol.lora_info import LoRAInfo
 
@@ -19,14 +21,11 @@ router = APIRouter(prefix="/v1", tags=["adapters"])
 
 GatewayDep = Annotated[Gateway, Depends(gateway_of)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+_REFUSALS = errors_of(400, 401, 403, 404, 413, 422, 429, 500, 503, 504)
 _PARAM_BY_FIELD = {"name": "lora_name", "path": "lora_path", "replace": "load_inplace"}
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class LoadLora(_Body):
+class LoadLora(Body):
     """An adapter to register."""
 
     lora_name: Annotated[Name, Field(description="What requests will call it.")]
@@ -46,14 +45,16 @@ class LoadLora(_Body):
     replace: Annotated[bool, Field(description="The same as load_inplace.")] = False
 
 
-class UnloadLora(_Body):
+class UnloadLora(Body):
     """An adapter to forget."""
 
     lora_name: Name
     model: Annotated[str | None, Field(description="The first served one if left out.")] = None
 
 
-@router.get("/loras", dependencies=[Depends(require_key)])
+@router.get(
+    "/loras", dependencies=[Depends(require_key)], responses=errors_of(401, 403, 404, 500, 503, 504)
+)
 async def list_loras(
     gateway: GatewayDep, model: Annotated[str | None, Query(description="Of one model.")] = None
 ) -> dict[str, Any]:
@@ -67,6 +68,7 @@ async def list_loras(
     "/load_lora_adapter",
     dependencies=[Depends(require_admin_key)],
     response_class=PlainTextResponse,
+    responses=_REFUSALS,
 )
 async def load_lora_adapter(body: LoadLora, gateway: GatewayDep) -> str:
     """Register an adapter; answers when a worker has checked its file."""
@@ -89,6 +91,7 @@ async def load_lora_adapter(body: LoadLora, gateway: GatewayDep) -> str:
     "/unload_lora_adapter",
     dependencies=[Depends(require_admin_key)],
     response_class=PlainTextResponse,
+    responses=_REFUSALS,
 )
 async def unload_lora_adapter(body: UnloadLora, gateway: GatewayDep) -> str:
     """Forget an adapter: new requests that name it are refused, those taken in end under it."""
