@@ -10,6 +10,7 @@ from fastapi import FastAPI
 import omni_engine
 from omni_engine.engine.async_client import AsyncOmniClient
 from omni_engine.engine.gateway import (
+    docs_page,
     edits,
     errors,
     files,
@@ -42,6 +43,7 @@ ROUTERS = (
     videos.router,
     live.router,
     page.router,
+    docs_page.router,
 )
 
 
@@ -67,6 +69,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         title="omni-engine",
         summary="Pictures and videos from diffusion models, as OpenAI's clients ask for them.",
         version=omni_engine.__version__,
+        docs_url=None,  # FastAPI's own page loads from elsewhere
+        redoc_url=None,
         lifespan=lifespan,
     )
     errors.install(app)

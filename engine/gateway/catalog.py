@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from omni_engine.engine.async_client import AsyncOmniClient
+from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.protocol.errors import nearest, shorten
 from omni_engine.protocol.plans import PipelineCapabilities
 
 _ASK_AGAIN_S = 1.0
@@ -64,6 +66,15 @@ class Catalog:
         """Return a model; without a name the first, as the engine does. None if unknown."""
         models = await self.models()
         return next(iter(models.values()), None) if name is None else models.get(name)
+
+
+def unknown_model(name: str, models: Iterable[str]) -> GatewayError:
+    """Return what to answer when a model is named that is not served."""
+    known = set(models)
+    close = nearest(name, known)
+    hint = f" Did you mean {close!r}?" if close else ""
+    message = f"No model {shorten(name)!r} is served. Served: {', '.join(sorted(known))}.{hint}"
+    return GatewayError(404, message, "model", "unknown_model")
 
 
 def _served(stage: Mapping[str, Any]) -> ServedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -16,13 +17,16 @@ from omni_engine.stages.config import HttpArgs
 def install(app: FastAPI, http: HttpArgs) -> None:
     """Put the guards before the routes."""
     app.add_middleware(BodyLimit, most=http.max_body_bytes)
-    app.add_middleware(OriginCheck, allowed=frozenset(http.cors_origins))
+    app.add_middleware(
+        OriginCheck, allowed=frozenset(http.cors_origins), has_key=http.api_key is not None
+    )
     if http.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(http.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
 
 
@@ -71,18 +75,18 @@ class OriginCheck:
     Args:
         app: what comes next.
         allowed: origins such as ``https://example.org``; ``*`` is all.
+        has_key: whether requests need a key, which another site's pages don't have.
     """
 
-    def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
-        self._app, self._allowed = app, allowed
+    def __init__(self, app: ASGIApp, allowed: frozenset[str], has_key: bool) -> None:
+        self._app, self._allowed, self._has_key = app, allowed, has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             origin = headers.get("origin")
-            own = origin is None or urlsplit(origin).netloc == headers.get("host")
-            if not own and not {origin, "*"} & self._allowed:
+            if origin is not None and not self._may_call(origin, headers.get("host", "")):
                 refusal = GatewayError(
                     403,
                     f"Pages of {origin} may not call this server (http.cors_origins).",
@@ -90,3 +94,22 @@ class OriginCheck:
                 )
                 return await refusal.response()(scope, receive, send)
         await self._app(scope, receive, send)
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        if {origin, "*"} & self._allowed:
+            return True
+        try:
+            parts = urlsplit(origin)
+            name = parts.hostname or ""
+        except ValueError:
+            return False
+        return parts.netloc == host and (self._has_key or _is_local_name(name))
+
+
+def _is_local_name(name: str) -> bool:
+    """Whether no stranger can have a name of the internet lead here (DNS rebinding)."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith((".localhost", ".local"))
+    return True

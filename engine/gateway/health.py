@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Response
+from pydantic import BaseModel
 
 from omni_engine.engine.gateway.state import Gateway, gateway_of
 
 router = APIRouter(tags=["operations"])
 
+Health = Literal["healthy", "starting", "unhealthy"]
+State = Literal["loading", "ready", "degraded", "down"]
 
-@router.get("/health", responses={503: {"description": "The engine does not work."}})
+
+class HealthAnswer(BaseModel):
+    """Whether the engine lives."""
+
+    status: Literal["ok", "starting", "unhealthy"]
+    reason: str | None
+    models: dict[str, Health]
+
+
+class ReadyAnswer(BaseModel):
+    """Whether requests are served at once."""
+
+    ready: bool
+    models: dict[str, State]
+
+
+@router.get(
+    "/health",
+    responses={503: {"model": HealthAnswer, "description": "It does not work."}},
+)
 async def health(
     response: Response, gateway: Annotated[Gateway, Depends(gateway_of)]
-) -> dict[str, Any]:
-    """Tell whether the engine lives: its loop turns, and every model has or is getting a worker."""
-    metrics = await gateway.client.metrics()
-    down = [stage["name"] for stage in metrics["stages"] if stage["state"] == "down"]
-    response.status_code = 503 if down else 200
-    return {"status": "unhealthy" if down else "ok", "down": down}
+) -> HealthAnswer:
+    """Tell whether the engine lives.
+
+    It does if it answers, and every model has a worker that makes progress, or loads for the
+    first time.
+    """
+    found = await gateway.pulse.feel()
+    response.status_code = 503 if found.verdict == "unhealthy" else 200
+    return HealthAnswer.model_validate(
+        {"status": found.verdict, "reason": found.reason, "models": found.health}
+    )
 
 
-@router.get("/ready", responses={503: {"description": "Not every model is ready."}})
+@router.get(
+    "/ready",
+    responses={503: {"model": ReadyAnswer, "description": "Not every model is served yet."}},
+)
 async def ready(
     response: Response, gateway: Annotated[Gateway, Depends(gateway_of)]
-) -> dict[str, Any]:
+) -> ReadyAnswer:
     """Tell whether every model is loaded and has a worker."""
-    metrics = await gateway.client.metrics()
-    states = {stage["name"]: stage["state"] for stage in metrics["stages"]}
-    is_ready = all(state in ("ready", "degraded") for state in states.values())
+    found = await gateway.pulse.feel()
+    is_ready = found.verdict == "ok"
     response.status_code = 200 if is_ready else 503
-    return {"ready": is_ready, "models": states}
+    return ReadyAnswer.model_validate({"ready": is_ready, "models": found.states})

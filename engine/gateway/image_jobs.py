@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from omni_engine.engine.async_client import AsyncRequestHandle
-from omni_engine.engine.gateway.catalog import ServedModel
+from omni_engine.engine.gateway.catalog import ServedModel, unknown_model
 from omni_engine.engine.gateway.errors import GatewayError, from_engine
 from omni_engine.engine.gateway.image_schemas import ImageFields
 from omni_engine.engine.gateway.state import Gateway
@@ -115,9 +115,7 @@ async def model_for_pictures(gateway: Gateway, name: str | None) -> ServedModel:
     """
     model = await gateway.catalog.find(name)
     if model is None:
-        known = ", ".join(await gateway.catalog.models())
-        message = f"No model {name!r} is served. Served: {known}."
-        raise GatewayError(404, message, "model", "unknown_model")
+        raise unknown_model(name or "", await gateway.catalog.models())
     if model.capabilities is not None and model.capabilities.makes_video:
         raise _is_for_videos(model)
     return model

@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
+from pydantic import BaseModel
 
 from omni_engine.engine.gateway.auth import require_key
-from omni_engine.engine.gateway.catalog import ServedModel
-from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.catalog import ServedModel, unknown_model
+from omni_engine.engine.gateway.openapi import errors_of
 from omni_engine.engine.gateway.state import Gateway, gateway_of
 
 router = APIRouter(prefix="/v1", tags=["models"], dependencies=[Depends(require_key)])
 
 
-@router.get("/models")
-async def list_models(gateway: Annotated[Gateway, Depends(gateway_of)]) -> dict[str, Any]:
+class Model(BaseModel):
+    """A served model; what it can do is not known while it loads for the first time.
+
+    Attributes:
+        defaults: sampling parameters of requests that leave them out.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "omni-engine"
+    pipeline: str | None
+    makes: Literal["image", "video"] | None
+    inputs: list[str] | None
+    makes_previews: bool | None
+    makes_transparency: bool | None
+    step_execution: bool
+    defaults: dict[str, Any]
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+@router.get("/models", responses=errors_of(401, 403, 503))
+async def list_models(gateway: Annotated[Gateway, Depends(gateway_of)]) -> ModelList:
     """List the served models."""
     models = await gateway.catalog.models()
-    return {"object": "list", "data": [_described(m, gateway) for m in models.values()]}
+    return ModelList(data=[_described(model, gateway) for model in models.values()])
 
 
-@router.get("/models/{model:path}")
-async def retrieve_model(
-    model: str, gateway: Annotated[Gateway, Depends(gateway_of)]
-) -> dict[str, Any]:
+@router.get("/models/{model:path}", responses=errors_of(401, 403, 404, 503))
+async def retrieve_model(model: str, gateway: Annotated[Gateway, Depends(gateway_of)]) -> Model:
     """Describe a served model."""
-    found = await gateway.catalog.find(model)
-    if found is None:
-        raise GatewayError(404, f"No model {model!r} is served.", "model", "unknown_model")
-    return _described(found, gateway)
+    models = await gateway.catalog.models()
+    if model not in models:
+        raise unknown_model(model, models)
+    return _described(models[model], gateway)
 
 
-_SHOWN_DEFAULTS = (
-    "width",
-    "height",
-    "num_frames",
-    "fps",
-    "num_inference_steps",
-    "guidance_scale",
-    "true_cfg_scale",
-    "negative_prompt",
-)
-
-
-def _described(model: ServedModel, gateway: Gateway) -> dict[str, Any]:
+def _described(model: ServedModel, gateway: Gateway) -> Model:
     able = model.capabilities
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(gateway.started),
-        "owned_by": "omni-engine",
-        "pipeline": None if able is None else able.pipeline,
-        "makes": None if able is None else ("video" if able.makes_video else "image"),
-        "inputs": None if able is None else sorted(able.inputs),
-        "required_inputs": None if able is None else sorted(able.required_inputs),
-        "size_multiple": None if able is None else able.size_multiple,
-        "defaults": {name: model.default(name) for name in _SHOWN_DEFAULTS},
-        "step_execution": model.step_execution,
-    }
+    return Model(
+        id=model.name,
+        created=int(gateway.started),
+        pipeline=None if able is None else able.pipeline,
+        makes=None if able is None else ("video" if able.makes_video else "image"),
+        inputs=None if able is None else sorted(able.inputs),
+        makes_previews=None if able is None else able.makes_previews,
+        makes_transparency=None if able is None else able.makes_transparency,
+        step_execution=model.step_execution,
+        defaults={**({} if able is None else able.defaults), **model.defaults},
+    )

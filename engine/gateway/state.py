@@ -13,6 +13,7 @@ from omni_engine.engine.async_client import AsyncOmniClient
 from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.kept_files import KeptFiles
+from omni_engine.engine.gateway.pulse import Pulse
 from omni_engine.stages.config import HttpArgs, Limits
 
 
@@ -27,6 +28,7 @@ class Gateway:
         limits: the engine's.
         encoders: threads for work that would hold up the event loop.
         files: pictures that were asked for as URLs.
+        pulse: tells how the engine does.
         started: when this process began: unix seconds.
         closing: set when the process is about to end: streams without an end must end then.
     """
@@ -37,11 +39,13 @@ class Gateway:
     limits: Limits
     encoders: EncoderPool
     files: KeptFiles = field(init=False)
+    pulse: Pulse = field(init=False)
     started: float = field(default_factory=time.time)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.files = KeptFiles(self.http.max_kept_bytes, self.http.result_ttl_s)
+        self.pulse = Pulse(self.client)
 
 
 def gateway_of(request: Request) -> Gateway:
