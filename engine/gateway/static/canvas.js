@@ -42,7 +42,7 @@ class TimelineCanvas {
 
   frame(at) {
     requestAnimationFrame((next) => this.frame(next));
-    const busy = this.timeline.running.length || this.timeline.meanBatch() !== null;
+    const busy = this.timeline.running.length || this.drawn.length;
     const pause = this.calm.matches ? 1000 : busy ? FRAME_MS : 500;
     if (at - this.drawnAt < pause - 4) return;
     this.drawnAt = at;
@@ -92,8 +92,9 @@ class TimelineCanvas {
 
   mostRequests(rows) {
     let most = 4;
-    const boxes = [...rows.flatMap((row) => row.boxes), ...this.timeline.running];
-    for (const box of boxes) most = Math.max(most, box.requests);
+    for (const box of [...rows.flatMap((row) => row.boxes), ...this.timeline.running]) {
+      if ((box.end_s ?? this.end) > this.end - WINDOW_S) most = Math.max(most, box.requests);
+    }
     return most <= 4 ? 4 : 2 ** Math.ceil(Math.log2(most));
   }
 
@@ -116,7 +117,8 @@ class TimelineCanvas {
     const height = QUEUE_HEIGHT;
     const bottom = top + height;
     const samples = this.timeline.queue;
-    const most = Math.max(4, ...samples.map((sample) => sample.waiting));
+    const shown = samples.filter((_, place) => samples[place + 1]?.at > this.end - WINDOW_S);
+    const most = Math.max(4, samples.at(-1)?.waiting ?? 0, ...shown.map(({ waiting }) => waiting));
     this.text("Requests waiting", GUTTER, top - 10);
     this.text(String(most), GUTTER - 6, top + 4, "right");
     this.text("0", GUTTER - 6, bottom - 2, "right");
