@@ -113,9 +113,9 @@ class EndpointLock:
                 self._lock = self._take(self._path)
             except BlockingIOError:
                 break
-            except FileNotFoundError:  # an engine that ended has taken the directory away
-                continue
             except OSError as error:
+                if _directory_was_taken_away(error, self._path.parent):
+                    continue
                 raise ConfigError(
                     f"can't make a socket in {self._path.parent}: {error.strerror}",
                     field="endpoint",
@@ -157,6 +157,13 @@ class EndpointLock:
         if self._endpoint == default_endpoint():
             _check_private(folder, self._endpoint)
         return take_lock(path)
+
+
+def _directory_was_taken_away(error: OSError, folder: Path) -> bool:
+    """Whether an engine that ended removed the directory in between; making it anew will do."""
+    if isinstance(error, FileExistsError):  # mkdir's, when it was gone again a moment later
+        return folder.is_dir() or not os.path.lexists(folder)
+    return isinstance(error, FileNotFoundError)
 
 
 def _check_private(folder: Path, endpoint: str) -> None:
