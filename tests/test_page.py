@@ -349,7 +349,7 @@ def test_everything_can_be_done_with_the_keyboard(
     tab_to(page, "(at.getAttribute('aria-label') || '').startsWith('Cancel: ')")
     page.keyboard.press("Enter")
     expect(card).to_have_attribute("data-state", "cancelled")
-    expect(page.locator("#prompt")).to_be_focused()
+    expect(card.get_by_role("button", name="Try again")).to_be_focused()
     wait_for(lambda: aborted(client) == before + 1)
 
 

@@ -29,6 +29,8 @@ class Model(BaseModel):
     pipeline: str | None
     makes: Literal["image", "video"] | None
     inputs: list[str] | None
+    required_inputs: list[str] | None
+    size_multiple: int | None
     makes_previews: bool | None
     makes_transparency: bool | None
     step_execution: bool
@@ -66,6 +68,8 @@ def _described(model: ServedModel, gateway: Gateway) -> Model:
         pipeline=None if able is None else able.pipeline,
         makes=None if able is None else ("video" if able.makes_video else "image"),
         inputs=None if able is None else sorted(able.inputs),
+        required_inputs=None if able is None else sorted(able.required_inputs),
+        size_multiple=None if able is None else able.size_multiple,
         makes_previews=None if able is None else able.makes_previews,
         makes_transparency=None if able is None else able.makes_transparency,
         step_execution=model.step_execution,

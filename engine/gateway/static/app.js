@@ -30,7 +30,7 @@ const gallery = {
   clear() {
     for (const card of this.cards.filter((one) => !one.active)) this.drop(card);
     this.changed();
-    byId("prompt").focus({ preventScroll: true });
+    byId("gallery-title").focus({ preventScroll: true });
   },
 
   changed() {

@@ -105,7 +105,7 @@ class Card {
       await draw(this.request, this.id, this.abort.signal, (news) => this.on(news));
       this.finish();
     } catch (error) {
-      if (this.abort.signal.aborted) this.end("cancelled", "Cancelled");
+      if (this.abort.signal.aborted) this.end("cancelled", "Cancelled", this.once("Try again"));
       else this.fail(error);
     }
   }
@@ -183,36 +183,46 @@ class Card {
     const first = this.pictures[0];
     const seed = Math.min(...this.pictures.map((picture) => picture.seed ?? Infinity));
     this.seed = Number.isFinite(seed) ? seed : null;
-    this.end("finished", ranWith(first.metrics));
+    const again = (seed) => this.page.again({ ...this.request, seed }, this.model);
+    this.end("finished", ranWith(first.metrics), {
+      "Re-run": () => again(this.seed),
+      Vary: () => again(randomSeed()),
+      Download: () => this.download(),
+      "Copy settings": (button) => this.copy(button),
+    });
     this.showSettings(this.seed);
     if (first.metrics) {
       const { queue_ms: queued, run_ms: ran } = first.metrics;
       this.clock.textContent = seconds((queued + ran) / 1000);
       this.clock.title = `${seconds(queued / 1000)} in the queue, ${seconds(ran / 1000)} running`;
     }
-    this.button("Re-run", () => this.page.again({ ...this.request, seed: this.seed }, this.model));
-    this.button("Vary", () => this.page.again({ ...this.request, seed: randomSeed() }, this.model));
-    this.button("Download", () => this.download());
-    this.copyButton = this.button("Copy settings", () => this.copy());
     say(`Finished: ${this.request.prompt}`);
   }
 
   fail(error) {
-    this.end("failed", "Failed");
+    this.end("failed", "Failed", this.once("Try again"));
     this.message.textContent = error.message;
     this.message.hidden = false;
-    this.button("Try again", () => this.page.again(this.request, this.model));
     say(`Failed: ${error.message}`);
     this.page.failed(error);
   }
 
-  end(state, text) {
+  /** Come to an end; the buttons are for what can be done now, by name. */
+  end(state, text, buttons) {
     const hadFocus = document.activeElement === this.cancelButton;
     this.state = state;
     this.stateText.textContent = text;
     this.cancelButton.remove();
     this.progress.setAttribute("aria-valuetext", text);
-    if (hadFocus) byId("prompt").focus({ preventScroll: true });
+    for (const [name, action] of Object.entries(buttons)) {
+      const button = this.button(name, () => action(button));
+    }
+    if (hadFocus) this.buttons.firstElementChild.focus();
+  }
+
+  /** The one button of a request that came to nothing. */
+  once(name) {
+    return { [name]: () => this.page.again(this.request, this.model) };
   }
 
   cancel() {
@@ -228,9 +238,9 @@ class Card {
     });
   }
 
-  async copy() {
+  async copy(button) {
     await copyText(JSON.stringify({ ...this.request, seed: this.seed }, null, 2));
-    this.copyButton.textContent = "Copied";
+    button.textContent = "Copied";
     say("Settings copied");
   }
 
@@ -242,7 +252,7 @@ class Card {
 }
 
 function seconds(value) {
-  return `${value.toFixed(value < 9.95 ? 1 : 0)} s`;
+  return `${value.toFixed(value < 9.95 ? 1 : 0)}\u00a0s`;
 }
 
 function ranWith(metrics) {

@@ -69,8 +69,8 @@ class DrawForm {
     const notes = [];
     if (video) notes.push(`${model.id} makes videos. They come when they are complete.`);
     if (needed) notes.push(`${model.id} also needs: ${needed}. Use the API for it.`);
-    if (!model.step_execution && !video) {
-      notes.push("Requests run in whole batches here; with --step-execution they join at every step.");
+    if (model.makes_previews === false && !video) {
+      notes.push(`${model.id} makes no previews: pictures come when they are finished.`);
     }
     byId("model-note").hidden = !notes.length;
     byId("model-note").textContent = notes.join(" ");
