@@ -93,8 +93,15 @@ def resolve_endpoint(address: str, keys: ClientKeys | None = None) -> str:
 
 
 @contextmanager
-def connected(address: str, options: KeyOptions) -> Iterator[OmniClient]:
+def connected(
+    address: str, options: KeyOptions, *, reconnect_timeout_s: float | None = None
+) -> Iterator[OmniClient]:
     """Connect to a running engine.
+
+    Args:
+        address: as of ``--connect``.
+        options: the keys.
+        reconnect_timeout_s: how long the engine may be silent; None for the client's default.
 
     Raises:
         ConfigError: if the address or a key is wrong.
@@ -104,8 +111,25 @@ def connected(address: str, options: KeyOptions) -> Iterator[OmniClient]:
 
     interrupts.release()
     keys = options.keys()
-    with OmniClient(resolve_endpoint(address, keys), keys=keys) as client:
+    limits = {} if reconnect_timeout_s is None else {"reconnect_timeout_s": reconnect_timeout_s}
+    with OmniClient(resolve_endpoint(address, keys), keys=keys, **limits) as client:
         yield client
+
+
+@contextmanager
+def lost_engine() -> Iterator[None]:
+    """Say what to do when the engine that a block watches goes away.
+
+    Raises:
+        EngineClosedError: if it has; with a hint.
+    """
+    try:
+        yield
+    except EngineClosedError as error:
+        raise EngineClosedError(
+            error.message, field="--connect",
+            hint="It has ended, or is stuck. Start it with `omni-engine serve`, then try again.",
+        ) from None  # fmt: skip
 
 
 def _probe(endpoint: str) -> None:

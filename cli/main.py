@@ -16,6 +16,8 @@ from omni_engine.cli import (
     loras,
     parity,
     serve,
+    top,
+    trace,
     train_lora,
 )
 from omni_engine.cli.display import print_error
@@ -54,6 +56,8 @@ app = typer.Typer(
 serve.register(app)
 generate.register(app)
 inspection.register(app)
+top.register(app)
+trace.register(app)
 loras.register(app)
 keys.register(app)
 configuration.register(app)
