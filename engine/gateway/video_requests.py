@@ -50,20 +50,21 @@ class VideoPlan:
     size: tuple[int, int] | None
 
 
-def able_to_make_videos(model: ServedModel) -> PipelineCapabilities:
+def able_to_make_videos(model: ServedModel, why_not: str | None) -> PipelineCapabilities:
     """Return what a model can do.
 
+    Args:
+        model: that was asked for.
+        why_not: why it can't be loaded, if so.
+
     Raises:
-        GatewayError: if it makes pictures, or is still loading.
+        GatewayError: if it makes pictures, or is not loaded.
     """
     if model.capabilities is None:
-        raise GatewayError(
-            503,
-            f"The model {model.name!r} is not loaded yet. Try again in a moment.",
-            "model",
-            "stage_unavailable",
-            headers={"Retry-After": "2"},
-        )
+        told = why_not or "it is still loading, try again in a moment"
+        headers = None if why_not else {"Retry-After": "2"}
+        message = f"The model {model.name!r} is not there: {told}."
+        raise GatewayError(503, message, "model", "stage_unavailable", headers)
     if not model.capabilities.makes_video:
         raise GatewayError(
             400,
@@ -74,14 +75,18 @@ def able_to_make_videos(model: ServedModel) -> PipelineCapabilities:
     return model.capabilities
 
 
-def plan_of(request: VideoRequest, model: ServedModel) -> VideoPlan:
+def plan_of(request: VideoRequest, model: ServedModel, able: PipelineCapabilities) -> VideoPlan:
     """Return what to ask the engine for.
+
+    Args:
+        request: what is wanted.
+        model: that is to make it.
+        able: what the model can do.
 
     Raises:
         GatewayError: naming the field, for what can't be.
         OmniError: for values that the engine would refuse by themselves.
     """
-    able = able_to_make_videos(model)
     extra_args: dict[str, Any] = dict(request.extra_args or {})
     fps = _fps(request, model, able)
     if _RATE_ARGUMENT in able.extra_args:

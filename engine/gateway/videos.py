@@ -10,11 +10,13 @@ from typing import Annotated, Literal, cast
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
+from omni_engine.engine.gateway.catalog import ServedModel
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.image_schemas import AppliedLora, Metrics
 from omni_engine.engine.gateway.openapi import errors_of, errors_of_requests
+from omni_engine.engine.gateway.picture_sources import picture_from
 from omni_engine.engine.gateway.state import Gateway, gateway_of
-from omni_engine.engine.gateway.video_bodies import read_request, request_body
+from omni_engine.engine.gateway.video_bodies import REFERENCE, read_request, request_body
 from omni_engine.engine.gateway.video_job import VideoJob
 from omni_engine.engine.gateway.video_jobs import VideoJobs, video_error
 from omni_engine.engine.gateway.video_requests import able_to_make_videos, plan_of
@@ -25,6 +27,7 @@ from omni_engine.engine.gateway.video_schemas import (
     VideoList,
 )
 from omni_engine.protocol.errors import OmniError
+from omni_engine.protocol.plans import PipelineCapabilities
 
 _VIDEO_NAME = "video.mp4"
 
@@ -60,20 +63,18 @@ async def create_video(
     The answer comes as soon as the engine has taken the job in; ask for it by its id until its
     status is `completed` or `failed`, then fetch its content.
     """
-    wanted, picture = await read_request(request, gateway)
-    model = await gateway.catalog.find(wanted.model)
-    if model is None:
-        raise GatewayError(404, f"No model {wanted.model!r} is served.", "model", "unknown_model")
-    able = able_to_make_videos(model)
-    if picture is not None and "image" not in able.inputs:
+    wanted, source = await read_request(request)
+    model, able = await _model_for_videos(gateway, wanted.model)
+    if source is not None and "image" not in able.inputs:
         told = f"The model {model.name!r} makes videos from text alone: it takes no picture."
-        raise GatewayError(400, told, "input_reference")
-    if picture is None and "image" in able.required_inputs:
+        raise GatewayError(400, told, REFERENCE)
+    if source is None and "image" in able.required_inputs:
         told = f"The model {model.name!r} starts from a picture: give one as input_reference."
-        raise GatewayError(400, told, "input_reference")
+        raise GatewayError(400, told, REFERENCE)
     try:
-        inputs = {} if picture is None else {"image": picture}
-        job = await jobs.submit(wanted.prompt, inputs, model.name, plan_of(wanted, model))
+        plan = plan_of(wanted, model, able)
+        inputs = {} if source is None else {"image": await picture_from(gateway, source, REFERENCE)}
+        job = await jobs.submit(wanted.prompt, inputs, model.name, plan)
     except OmniError as error:
         raise video_error(error) from None
     return described(job)
@@ -142,6 +143,21 @@ async def download_video(
         return Response(job.thumbnail, headers=headers, media_type="image/webp")
     headers["Content-Disposition"] = f'inline; filename="{_VIDEO_NAME}"'
     return job.file.response("video/mp4", headers)
+
+
+async def _model_for_videos(
+    gateway: Gateway, name: str | None
+) -> tuple[ServedModel, PipelineCapabilities]:
+    model, why_not = await gateway.catalog.find(name), None
+    if model is None:
+        known = ", ".join(await gateway.catalog.models())
+        told = f"No model {name!r} is served. Served: {known}."
+        raise GatewayError(404, told, "model", "unknown_model")
+    if model.capabilities is None:
+        states = await gateway.client.models()
+        error = next((state["error"] for state in states if state["name"] == model.name), None)
+        why_not = error and error["message"]
+    return model, able_to_make_videos(model, why_not)
 
 
 def described(job: VideoJob) -> Video:
