@@ -66,11 +66,12 @@ def trace(
     events = TraceEvents()
     with connected(connect, keys, reconnect_timeout_s=_SILENCE_S) as client, lost_engine():
         try:
-            since = _gather(client, events, 0)
+            _gather(client, events)
             if seconds is not None:
-                _follow(client, events, since, seconds)
+                _follow(client, events, seconds)
         except KeyboardInterrupt:
             console(stderr=True).print("interrupted: what there is is written")
+            _gather(client, events)
         finally:  # when the engine goes away, too
             if events.answers:
                 write_atomically(out, json.dumps(events.finished()))
@@ -78,17 +79,15 @@ def trace(
     print_line(f"{out}: {events.boxes} batches and ticks{missed}")
 
 
-def _gather(client: OmniClient, events: TraceEvents, since: int) -> int:
-    """Take in all boxes from a number on; return the next number."""
-    while True:
-        timeline = client.timeline(since)
-        events.add(timeline)
-        since = timeline["next"]
-        if not timeline["boxes"]:
-            return since
+def _gather(client: OmniClient, events: TraceEvents) -> None:
+    """Take in all boxes that there are by now."""
+    seen = -1
+    while events.boxes > seen:
+        seen = events.boxes
+        events.add(client.timeline(events.next))
 
 
-def _follow(client: OmniClient, events: TraceEvents, since: int, seconds: float) -> None:
+def _follow(client: OmniClient, events: TraceEvents, seconds: float) -> None:
     """Take in what happens from now on."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -102,7 +101,7 @@ def _follow(client: OmniClient, events: TraceEvents, since: int, seconds: float)
         task = progress.add_task("", total=seconds)
         while (left_s := started + seconds - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, left_s))
-            since = _gather(client, events, since)
+            _gather(client, events)
             progress.update(
                 task, completed=time.monotonic() - started, description=f"{events.boxes} boxes"
             )

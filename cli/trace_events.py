@@ -19,9 +19,11 @@ class TraceEvents:
         answers: given so far.
         boxes: batches and ticks in them.
         missed: those that the engine did not have any more.
+        next: what to ask the engine for next.
     """
 
     def __init__(self) -> None:
+        self.next = 0
         self.answers = self.boxes = self.missed = 0
         self._events: list[dict[str, Any]] = []
         self._names: list[dict[str, Any]] = []
@@ -31,7 +33,7 @@ class TraceEvents:
 
     def add(self, timeline: Mapping[str, Any]) -> None:
         """Take in one answer of the engine."""
-        self._last = timeline
+        self._last, self.next = timeline, timeline["next"]
         self.answers += 1
         self.missed += timeline["missed"]
         now_us = _us(timeline["now_s"])
