@@ -18,7 +18,7 @@ MAX_KEPT_IDS = 16 * MAX_BOXES
 """Request ids that all boxes name together; fewer boxes are kept if each names more than 16."""
 
 MAX_BOXES_PER_REPLY = 2048
-_MAX_IDS_PER_REPLY = 4 * MAX_BOXES_PER_REPLY
+_MAX_IDS_PER_REPLY = 8 * MAX_BOXES_PER_REPLY
 """What one answer holds at most takes the engine's loop some milliseconds."""
 
 MAX_IDS_PER_BOX = 64
@@ -114,24 +114,36 @@ class BoxRing:
                 far is taken for the next one: the engine that gave it was another one.
         """
         if since is None:
-            since = max(self._first, self._end - MAX_BOXES_PER_REPLY)
+            since = self._start_of_latest()
         start = min(max(since, self._first), self._end)
         found: list[tuple[int, Box]] = []
         ids = 0
         for seq in range(start, min(self._end, start + MAX_BOXES_PER_REPLY)):
-            box = self._places[seq % len(self._places)]
-            assert box is not None  # every place from first to end is taken
+            box = self._box(seq)
             ids += len(box.request_ids)
             if found and ids > _MAX_IDS_PER_REPLY:
                 break
             found.append((seq, box))
-        return Reading(found, start + len(found), max(0, min(self._first, self._end) - since))
+        return Reading(found, start + len(found), max(0, self._first - since))
+
+    def _start_of_latest(self) -> int:
+        """Return the number of the first of the latest boxes that fit an answer."""
+        start, ids = self._end, 0
+        while start > max(self._first, self._end - MAX_BOXES_PER_REPLY):
+            ids += len(self._box(start - 1).request_ids)
+            if ids > _MAX_IDS_PER_REPLY:
+                break
+            start -= 1
+        return start
+
+    def _box(self, seq: int) -> Box:
+        box = self._places[seq % len(self._places)]
+        assert box is not None  # every place from first to end is taken
+        return box
 
     def _drop_first(self) -> None:
-        place = self._first % len(self._places)
-        box, self._places[place] = self._places[place], None
-        assert box is not None  # every place from first to end is taken
-        self._ids -= len(box.request_ids)
+        self._ids -= len(self._box(self._first).request_ids)
+        self._places[self._first % len(self._places)] = None
         self._first += 1
 
 

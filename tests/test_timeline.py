@@ -85,10 +85,13 @@ def test_an_answer_holds_no_more_than_the_loop_can_bear() -> None:
         crowded.add(box(number, timeline.MAX_IDS_PER_BOX))
     found, since = [], 0
     while part := numbers(crowded, since):
-        assert len(part) * timeline.MAX_IDS_PER_BOX <= 4 * timeline.MAX_BOXES_PER_REPLY
+        assert len(part) * timeline.MAX_IDS_PER_BOX <= 8 * timeline.MAX_BOXES_PER_REPLY
         found += part
         since = crowded.read(since).next
     assert found == list(range(1000))
+    latest = numbers(crowded, None)
+    assert latest == found[-len(latest) :]
+    assert len(latest) == 8 * timeline.MAX_BOXES_PER_REPLY // timeline.MAX_IDS_PER_BOX
 
 
 def test_numbers_of_another_engine_lead_to_the_next_box() -> None:
