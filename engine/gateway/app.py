@@ -21,6 +21,7 @@ from omni_engine.engine.gateway import (
     loras,
     metrics,
     models,
+    openapi,
     page,
     videos,
 )
@@ -74,6 +75,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
+    openapi.install(app)
     guards.install(app, settings.http)
     metrics.install(app)
     for router in ROUTERS:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.state import gateway_of
@@ -12,7 +14,12 @@ from omni_engine.engine.gateway.state import gateway_of
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
-def require_key(request: Request) -> None:
+Sent = HTTPAuthorizationCredentials | None
+_key = HTTPBearer(scheme_name="key", description="The API key, if one is set.", auto_error=False)
+_admin_key = HTTPBearer(scheme_name="admin key", description="For adapters.", auto_error=False)
+
+
+def require_key(request: Request, _: Annotated[Sent, Security(_key)] = None) -> None:
     """Let a request pass that has the API key or the admin key, or if none is needed.
 
     Raises:
@@ -24,7 +31,7 @@ def require_key(request: Request) -> None:
         raise _unauthorized(request, "an API key")
 
 
-def require_admin_key(request: Request) -> None:
+def require_admin_key(request: Request, _: Annotated[Sent, Security(_admin_key)] = None) -> None:
     """Let a request pass that has the admin key.
 
     Raises:

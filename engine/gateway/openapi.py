@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from omni_engine.engine.gateway.validation import Body
@@ -89,4 +91,44 @@ def event_stream(model: type[BaseModel], description: str) -> dict[int | str, di
             "description": description,
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         }
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Let the application's document say how errors look here, instead of how FastAPI's do."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(
+                title=app.title, version=app.version, summary=app.summary, routes=app.routes
+            )
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas["ErrorAnswer"] = ErrorAnswer.model_json_schema(ref_template=_IN_COMPONENTS)
+            schemas.update(schemas["ErrorAnswer"].pop("$defs"))
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            for methods in made["paths"].values():
+                for route in methods.values():
+                    _correct(route["responses"])
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+_IN_COMPONENTS = "#/components/schemas/{model}"
+
+
+def _correct(responses: dict[str, Any]) -> None:
+    """Remove FastAPI's own shape of errors, and say which shape they have: JSON, everywhere."""
+    content = responses.get("422", {}).get("content", {}).get("application/json", {})
+    if content.get("schema", {}).get("$ref", "").endswith("/HTTPValidationError"):
+        del responses["422"]
+    for status, answer in responses.items():
+        if status[0] in "45" and "text/plain" in answer.get("content", {}):
+            answer["content"] = {"application/json": answer["content"]["text/plain"]}
+    error = {"$ref": _IN_COMPONENTS.format(model="ErrorAnswer")}
+    responses["default"] = {
+        "description": "Any other error.",
+        "content": {"application/json": {"schema": error}},
     }
