@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from omni_engine import OmniClient
 from omni_engine.cli.health import CHECK_TIMEOUT_S
+from omni_engine.cli.main import app
 from omni_engine.engine.connection import ENGINE_TIMEOUT_S
 from omni_engine.engine.health import SILENCE_S
 from omni_engine.engine.restarts import MAX_BACKOFF_S
@@ -26,11 +28,13 @@ from omni_engine.worker.certificates import CACHE_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
-    r"^```(bash|python|sh|yaml(?= file=))(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```(bash|python|sh|(?:yaml|js)(?= file=))(?: file=(\S+))?\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 RUN_DOCUMENTS = [
     "README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md",
-    "docs/operations.md", "docs/security.md", "docs/client.md",
+    "docs/operations.md", "docs/security.md", "docs/client.md", "docs/http.md",
+    "docs/migrating.md",
 ]  # fmt: skip
 
 
@@ -73,7 +77,7 @@ class Session:
 
     def _serve(self, command: str) -> None:
         server = subprocess.Popen(
-            command.split(), cwd=self.folder, env=self.environment, text=True,
+            shlex.split(command), cwd=self.folder, env=self.environment, text=True,
             stdout=subprocess.PIPE,
         )  # fmt: skip
         self.servers.append(server)
@@ -179,6 +183,17 @@ def test_the_times_that_the_page_for_clients_names_are_the_real_ones() -> None:
 def test_examples_are_shown_as_they_are(example: Path) -> None:
     shown = {name: text for _, name, text in blocks("docs/pipelines.md")}
     assert shown[example.name] == example.read_text()
+
+
+def test_the_flags_that_migrating_names_exist() -> None:
+    text = (ROOT / "docs/migrating.md").read_text()
+    flags = text.partition("## Flags")[2].partition("## Fields")[0]
+    ours = {flag for row in flags.splitlines() if row.startswith("| ")
+            for flag in re.findall(r"--[a-z-]+", row.split("|")[2])}  # fmt: skip
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = {name for parameter in serve.params for name in parameter.opts}
+    assert ours - {"--omni"} <= known
+    assert len(ours) >= 15
 
 
 def test_ci_runs_what_the_readme_says() -> None:
