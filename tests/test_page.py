@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from chromium import chromium
 from http_server import HttpServer, http_server
@@ -117,7 +118,7 @@ def open_page(browser: Browser, server: HttpServer, told: Told) -> Iterator[Call
     """Open the page, with the key unless that is asked for; it must not complain about anything."""
     contexts = []
 
-    def open_page(key: str | None = KEY, **options: Any) -> Page:
+    def open_page(key: str | None = KEY, url: str = server.url, **options: Any) -> Page:
         context = browser.new_context(viewport=options.pop("viewport", DESKTOP), **options)
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
@@ -126,10 +127,10 @@ def open_page(browser: Browser, server: HttpServer, told: Told) -> Iterator[Call
         page = context.new_page()
         page.on("console", told.note)
         page.on("pageerror", lambda error: told.errors.append(str(error)))
-        page.goto(server.url)
+        page.goto(url)
         if key is not None:
             expect(page.locator("#connection")).to_have_attribute("data-state", "live")
-            expect(page.locator("#adapter option")).to_have_count(3)
+            expect(page.locator("#width")).to_have_attribute("placeholder", re.compile("64|16"))
         return page
 
     yield open_page
@@ -355,7 +356,8 @@ def test_everything_can_be_done_with_the_keyboard(
 
 def test_controls_and_pictures_have_names(open_page: Callable[..., Page]) -> None:
     page = open_page()
-    finished(draw(page, steps="2"))
+    finished(draw(page, "<b onclick='alert(1)'>a red star</b>", steps="2"))
+    expect(page.locator(".card b")).to_have_count(0)
     page.click("details.more summary")
     nameless = page.locator("button, input, select, textarea, img, a, canvas").evaluate_all(
         """(found) => found.filter((one) => one.checkVisibility() && !(
@@ -447,6 +449,30 @@ def test_the_key_is_asked_for_until_it_is_right(open_page: Callable[..., Page], 
     expect(page.locator("#connection")).to_have_attribute("data-state", "live")
     finished(draw(page, steps="2"))
     assert page.evaluate("() => Object.keys(localStorage)") == ["omni-engine-theme"]
+
+
+def test_the_page_comes_back_when_the_gateway_does(
+    open_page: Callable[..., Page], told: Told, tmp_path: Path
+) -> None:
+    told.allowed = ("net::ERR_", "503 (Service Unavailable)")
+    deploy_file = tmp_path / "clips.yaml"
+    deploy_file.write_text("stage_args:\n" + STAGES.partition("runtime: {devices: cpu}\n")[2])
+    with http_server("--config", str(deploy_file)) as server:
+        page = open_page(url=server.url)
+        connection = page.locator("#connection")
+        (gateway,) = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "omni_engine.engine.gateway.process" in child.cmdline()
+        ]
+        gateway.kill()
+        expect(connection).to_have_attribute("data-state", "away")
+        expect(connection).to_have_attribute("data-state", "live")
+        finished(draw(page, "a clip", steps="2"))
+        feed = urllib.request.urlopen(f"{server.url}/v1/live")
+        assert feed.readline().startswith(b":")
+    with feed:
+        feed.read()  # raises IncompleteRead unless the feed ends in order, with its server
 
 
 def test_a_video_model_s_clip_is_shown(open_page: Callable[..., Page]) -> None:

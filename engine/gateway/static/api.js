@@ -84,7 +84,9 @@ async function* serverEvents(response) {
   let parts = [];
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new Error("The connection to the server broke.");
+      });
       if (done) return;
       parts.push(value);
       if (!value.includes("\n")) continue;

@@ -10,7 +10,7 @@ const gallery = {
   draw(request, model) {
     const card = new Card(request, model, {
       again: (repeated, of) => this.draw(repeated, of),
-      failed: (error) => form.refused(error),
+      failed: (error, focus) => document.activeElement === focus && form.refused(error),
       own: (id) => timeline.own.add(id),
     });
     this.cards.unshift(card);
@@ -94,9 +94,12 @@ function describeTimeline() {
 async function follow() {
   for (;;) {
     try {
+      let first = true;
       for await (const { name, data } of serverEvents(await send("/v1/live"))) {
         if (name === "away") showConnection("away", `The engine does not answer: ${data.message}`);
         if (name !== "live") continue;
+        if (first) timeline.forget(); // the first event tells of the last half minute again
+        first = false;
         timeline.add(data);
         const workers = timeline.rows.size;
         showConnection("live", `Live · ${workers} ${workers === 1 ? "worker" : "workers"}`);

@@ -195,9 +195,9 @@ class TimelineCanvas {
     this.pen.globalAlpha = 1;
     if (!this.timeline.isOwn(box)) return;
     this.pen.fillStyle = this.pen.strokeStyle = colours.get("--text");
-    this.pen.lineWidth = 1.5;
-    if (width > 8) this.pen.strokeRect(left + 0.75, top + 0.75, width - 1.5, bottom - top - 1.5);
-    else this.pen.fillRect(left, top - 1, right - left, 2);
+    this.pen.lineWidth = 1;
+    if (width > 8) this.pen.strokeRect(left + 0.5, top + 0.5, width - 1, bottom - top - 1);
+    else this.pen.fillRect(left, top - 1, right - left, 1.5);
   }
 
   drawAxis(top) {

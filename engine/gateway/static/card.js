@@ -14,6 +14,7 @@ class Card {
     this.id = randomId();
     this.abort = new AbortController();
     this.began = performance.now();
+    this.focusAtFirst = document.activeElement; // whoever goes on typing is not interrupted
     this.pictures = [];
     this.urls = new Set();
     this.step = 0;
@@ -204,7 +205,7 @@ class Card {
     this.message.textContent = error.message;
     this.message.hidden = false;
     say(`Failed: ${error.message}`);
-    this.page.failed(error);
+    this.page.failed(error, this.focusAtFirst);
   }
 
   /** Come to an end; the buttons are for what can be done now, by name. */

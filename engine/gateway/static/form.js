@@ -98,8 +98,7 @@ class DrawForm {
   }
 
   draw(onDraw) {
-    const { model } = this;
-    if (!model) return;
+    const model = this.model || {}; // not told yet: the server's first one
     const prompt = byId("prompt").value.trim();
     if (!prompt) {
       this.showError("prompt", "Say what to draw.");
