@@ -34,7 +34,7 @@ BLOCK = re.compile(
 RUN_DOCUMENTS = [
     "README.md", "docs/pipelines.md", "docs/adapters.md", "docs/train-lora.md",
     "docs/operations.md", "docs/security.md", "docs/client.md", "docs/http.md",
-    "docs/migrating.md",
+    "docs/migrating.md", "docs/page.md",
 ]  # fmt: skip
 
 
