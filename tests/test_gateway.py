@@ -11,6 +11,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,10 @@ from http_server import COMMAND, HttpServer, http_server
 from waiting import wait_for
 
 from omni_engine import OmniClient
+from omni_engine.engine.gateway.errors import from_engine
+from omni_engine.protocol.errors import LimitExceededError, UnsupportedOptionError
+from omni_engine.stages.config import ConfigFileError
+from omni_engine.stages.settings import load_settings
 
 ENGINE = ("--pipeline", PATTERN, "--name", "pattern", "--max-num-seqs", "4")
 KEY, ADMIN_KEY = "a-key-for-tests", "an-admin-key-for-tests"
@@ -208,7 +213,10 @@ def test_it_warns_of_an_open_door_and_ends_with_a_killed_engine() -> None:
 
     with http_server(*ENGINE, "--host", "0.0.0.0", stop=kill) as server:
         assert len([line for line in server.errors if "without a key" in line]) == 1
-        assert call(f"http://127.0.0.1:{server.port}/health")[0] == 200
+        url, rebound = f"http://127.0.0.1:{server.port}/v1/models", "evil.example"
+        assert call(url)[0] == 200
+        assert call(url, Host=rebound, Origin=f"http://{rebound}")[0] == 403
+        assert call(url, Host="localhost", Origin="http://localhost")[0] == 200
 
 
 def status_of(server: HttpServer) -> dict[str, Any]:
@@ -242,6 +250,34 @@ def test_bad_keys_are_refused_and_not_shown() -> None:
     assert "--api-key" in said
     assert "two words" not in said
     assert "OMNI_ENGINE_API_KEY" in refused("serve", *ENGINE, OMNI_ENGINE_API_KEY="")
+
+
+def test_only_serve_speaks_http(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOptionError, match="only `omni-engine serve` speaks HTTP"):
+        load_settings(overrides={"port": 8091}, origin="constructor")
+    file = tmp_path / "stages.yaml"
+    file.write_text("http: {api_key: 123456}\nport: 1\nstage_args: []\n")
+    with pytest.raises(ConfigFileError) as caught:
+        load_settings(config_path=file)
+    assert "http.api_key: expected a key" in str(caught.value)
+    assert "it belongs under http" in str(caught.value)
+    assert "123456" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("height", "size"),
+        ("sampling_params.height x width", "size"),
+        ("num_outputs_per_prompt", "n"),
+        ("multi_modal_data.image[3]", "image"),
+        ("extra_args.oops", "extra_args.oops"),
+    ],
+)
+def test_errors_name_the_field_of_http(field: str, param: str) -> None:
+    error = from_engine(LimitExceededError("too much", field=field, expected="less"))
+    assert (error.status, error.param) == (400, param)
+    assert error.message == "too much. Expected: less."
 
 
 def test_config_show_never_prints_keys() -> None:

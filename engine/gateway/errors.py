@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,17 @@ PARAM_BY_FIELD = {
     "lora_request": "lora",
     "lora_request.name": "lora.name",
     "lora_request.scale": "lora.scale",
+    "height x width": "size",
+    "num_outputs_per_prompt x height x width x num_frames": "size",
     "multi_modal_data": "image",
     "multi_modal_data.image": "image",
     "multi_modal_data.mask_image": "mask",
+    "multi_modal_data.control_image": "control_image",
 }
 """The HTTP field that sets an engine's field, where they differ."""
+
+_INDEX = re.compile(r"\[\d+\]$")
+"""Which of several pictures it is; the message says so."""
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -98,7 +105,7 @@ def from_engine(error: OmniError) -> GatewayError:
 
 def param_of(field: str) -> str:
     """Return the HTTP field that sets an engine's field."""
-    field = field.removeprefix("sampling_params.")
+    field = _INDEX.sub("", field.removeprefix("sampling_params."))
     return PARAM_BY_FIELD.get(field, field)
 
 
