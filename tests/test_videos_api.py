@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
+import socket
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ import pytest
 from families_video import VIDEO_FAMILIES
 from http_server import HttpServer, http_server
 from PIL import Image
+from test_docs import Session, blocks
 from video_pipelines import DEFAULTS, colour
 from waiting import wait_for
 
@@ -35,8 +38,10 @@ from omni_engine.engine.gateway.video_encoding import (
 )
 from omni_engine.engine.gateway.video_job import VideoJob
 from omni_engine.engine.gateway.video_jobs import VideoJobs
-from omni_engine.engine.gateway.video_requests import VideoPlan, able_to_make_videos, plan_of
+from omni_engine.engine.gateway.video_models import able_to_make_videos
+from omni_engine.engine.gateway.video_requests import VideoPlan, plan_of
 from omni_engine.engine.gateway.video_schemas import VideoRequest
+from omni_engine.engine.live_request import PROGRESS_INTERVAL_S
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.stages.config import HttpArgs, Limits
 
@@ -109,8 +114,8 @@ def create(http: httpx2.Client, **fields: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def held(http: httpx2.Client, gate: Path, step: int = 2, **fields: Any) -> dict[str, Any]:
-    return create(http, extra_args={"holds": [[step, str(gate)]]}, **fields)
+def held(http: httpx2.Client, gate: Path, step: int) -> dict[str, Any]:
+    return create(http, extra_args={"holds": [[step, str(gate)]]})
 
 
 def until(http: httpx2.Client, video: dict[str, Any], status: str) -> dict[str, Any]:
@@ -168,14 +173,23 @@ def test_a_video_is_made_and_fetched_by_openais_client(
     assert lost < shuffled
 
 
-def test_progress_goes_with_the_steps(http: httpx2.Client, gate: Path) -> None:
-    video = held(http, gate, step=10, seed=5, num_inference_steps=20)
+def test_progress_goes_with_the_steps(
+    http: httpx2.Client, engine: OmniClient, gate: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    video = create(
+        http, seed=5, num_inference_steps=20,
+        extra_args={"holds": [[9, str(first)], [10, str(gate)]]},
+    )  # fmt: skip
     assert (video["object"], video["status"], video["progress"]) == ("video", "queued", 0)
     assert (video["size"], video["seconds"], video["num_frames"]) == ("16x16", "0.333333", 4)
     at = f"/v1/videos/{video['id']}"
-    # Workers tell of several quick steps at once, so the last ones before the held one may lack.
-    half = wait_for(lambda: (found := http.get(at).json())["progress"] >= 25 and found)
-    assert half["progress"] <= 50
+    wait_for(lambda: http.get(at).json()["progress"] == 5)
+    told_at = engine.metrics()["uptime_s"]
+    wait_for(lambda: engine.metrics()["uptime_s"] > told_at + 2 * PROGRESS_INTERVAL_S)
+    first.touch()
+    half = wait_for(lambda: (found := http.get(at).json())["progress"] >= 50 and found)
+    assert half["progress"] == 50
     assert half["status"] == "in_progress"
     refused = http.get(f"{at}/content")
     assert refused.status_code == 409
@@ -211,7 +225,10 @@ def test_a_job_goes_on_without_its_client_and_ends_with_its_deletion(
 
 
 def test_sound_odd_sizes_parts_and_thumbnails(http: httpx2.Client) -> None:
-    video = create(http, model="sound", size="17x15", num_frames=6, fps=5, seed=9)
+    wanted = {"prompt": "a cat", "model": "sound", "size": "17x15", "num_frames": 6, "fps": 5}
+    named = {"X-Request-Id": "my-video"}
+    video = http.post("/v1/videos", json={**wanted, "seed": 9}, headers=named).json()
+    assert video["request_id"] == "my-video"
     assert until(http, video, "completed")["size"] == "18x16"
     at = f"/v1/videos/{video['id']}/content"
     whole = http.get(at)
@@ -272,6 +289,9 @@ def test_a_picture_to_start_from(client: openai.OpenAI, http: httpx2.Client) -> 
         ({"n": 2}, 400, "n", "less than or equal to 1"),
         ({"size": "16"}, 400, "size", "pattern"),
         ({"size": "20x16"}, 400, "size", "20"),
+        ({"seconds": True}, 400, "seconds", "number"),
+        ({"seconds": "nan"}, 400, "seconds", "finite"),
+        ({"seconds": "long"}, 400, "seconds", "number"),
         ({"seconds": 0}, 400, "seconds", "greater than 0"),
         ({"seconds": 1, "num_frames": 4}, 400, "num_frames", "are 12 frames"),
         ({"fps": 0}, 400, "fps", "greater than or equal to 0.1"),
@@ -467,18 +487,20 @@ def test_rates_and_frames() -> None:
         assert caught.value.param == "extra_args.frame_rate"
 
 
-def test_models_for_pictures_and_models_that_are_not_there() -> None:
-    pictures = ServedModel("some", PipelineCapabilities("Some"), {}, False)
-    with pytest.raises(GatewayError, match="/v1/images/generations") as caught:
-        able_to_make_videos(pictures, None)
+def test_models_for_pictures_are_pointed_to() -> None:
+    pictures = PipelineCapabilities("Some")
+    with pytest.raises(GatewayError, match="use POST /v1/images/generations") as caught:
+        able_to_make_videos("some", pictures)
     assert (caught.value.status, caught.value.param) == (400, "model")
-    loading = ServedModel("some", None, {}, False)
-    with pytest.raises(GatewayError, match="still loading") as caught:
-        able_to_make_videos(loading, None)
-    assert (caught.value.status, caught.value.headers) == (503, {"Retry-After": "2"})
-    with pytest.raises(GatewayError, match="no such folder") as caught:
-        able_to_make_videos(loading, "no such folder")
-    assert (caught.value.status, caught.value.headers) == (503, None)
+
+
+def test_a_model_that_can_not_be_loaded_is_waited_for_in_vain() -> None:
+    options = ("--pipeline", "support_pipelines:NoForward", "--name", "broken")
+    with http_server(*options, ready=False) as server:
+        answer = httpx2.post(f"{server.url}/v1/videos", json={"prompt": "a cat"}, timeout=120)
+    assert answer.status_code == 503
+    assert error_of(answer)["code"] == "stage_unavailable"
+    assert "NoForward" in error_of(answer)["message"]
 
 
 def test_encoding_lays_alpha_on_white_mixes_channels_and_can_be_cancelled(tmp_path: Path) -> None:
@@ -498,3 +520,23 @@ def test_encoding_lays_alpha_on_white_mixes_channels_and_can_be_cancelled(tmp_pa
     asked = iter([False, True])
     with pytest.raises(EncodingCancelledError):
         encode_video(str(path), frames, 8, cancelled=lambda: next(asked))
+
+
+@pytest.mark.timeout(600)
+def test_the_documents_commands_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    session = Session(tmp_path)
+    try:
+        for language, name, text in blocks("docs/videos.md"):
+            session.run(language, name, text.replace("8091", str(port)))
+    finally:
+        session.close()
+    for name, frames in (("sun.mp4", 24), ("sun-again.mp4", 24)):
+        assert len(decoded((tmp_path / name).read_bytes())[1]) == frames
+    document = Path(__file__).parent.parent / "docs/videos.md"
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (document.parent / target).exists(), target
+    table = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(VideoRequest.model_fields)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from omni_engine.engine.gateway.auth import require_admin_key, require_key
+from omni_engine.engine.gateway.bodies import json_body
 from omni_engine.engine.gateway.errors import GatewayError, from_engine
-from omni_engine.engine.gateway.openapi import errors_of
+from omni_engine.engine.gateway.openapi import errors_of, takes_json
 from omni_engine.engine.gateway.state import Gateway, gateway_of
 from omni_engine.engine.gateway.validation import Body
 from omni_engine.protocol.errors import OmniError
@@ -21,7 +22,7 @@ router = APIRouter(prefix="/v1", tags=["adapters"])
 
 GatewayDep = Annotated[Gateway, Depends(gateway_of)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-_REFUSALS = errors_of(400, 401, 403, 404, 413, 422, 429, 500, 503, 504)
+_REFUSALS = errors_of(400, 401, 403, 404, 413, 415, 422, 429, 500, 503, 504)
 _PARAM_BY_FIELD = {"name": "lora_name", "path": "lora_path", "replace": "load_inplace"}
 
 
@@ -69,9 +70,11 @@ async def list_loras(
     dependencies=[Depends(require_admin_key)],
     response_class=PlainTextResponse,
     responses=_REFUSALS,
+    openapi_extra=takes_json(LoadLora),
 )
-async def load_lora_adapter(body: LoadLora, gateway: GatewayDep) -> str:
+async def load_lora_adapter(request: Request, gateway: GatewayDep) -> str:
     """Register an adapter; answers when a worker has checked its file."""
+    body = await json_body(request, LoadLora)
     try:
         await gateway.client.load_lora(
             body.lora_name,
@@ -92,9 +95,11 @@ async def load_lora_adapter(body: LoadLora, gateway: GatewayDep) -> str:
     dependencies=[Depends(require_admin_key)],
     response_class=PlainTextResponse,
     responses=_REFUSALS,
+    openapi_extra=takes_json(UnloadLora),
 )
-async def unload_lora_adapter(body: UnloadLora, gateway: GatewayDep) -> str:
+async def unload_lora_adapter(request: Request, gateway: GatewayDep) -> str:
     """Forget an adapter: new requests that name it are refused, those taken in end under it."""
+    body = await json_body(request, UnloadLora)
     try:
         await gateway.client.unload_lora(body.lora_name, model=body.model)
     except OmniError as error:

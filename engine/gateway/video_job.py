@@ -23,6 +23,7 @@ class VideoJob:
     Attributes:
         video_id: its name.
         number: in order of creation.
+        request_id: of the engine's request.
         model: that makes it.
         prompt: of the request.
         plan: what was asked for.
@@ -42,6 +43,7 @@ class VideoJob:
 
     video_id: str
     number: int
+    request_id: str
     model: str
     prompt: str
     plan: VideoPlan

@@ -46,9 +46,16 @@ class VideoJobs:
         self._kept_bytes = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._count = 0
+        threads = gateway.http.encoder_threads
+        self._turns = asyncio.Semaphore(max(1, threads - 1))  # pictures don't wait for long clips
 
     async def submit(
-        self, prompt: str, inputs: Mapping[str, Any], model: str, plan: VideoPlan
+        self,
+        prompt: str,
+        inputs: Mapping[str, Any],
+        model: str,
+        plan: VideoPlan,
+        request_id: str | None = None,
     ) -> VideoJob:
         """Have a video made; returns once the engine has taken it in.
 
@@ -57,12 +64,16 @@ class VideoJobs:
             inputs: pictures by the engine's name of the input.
             model: a served model's name.
             plan: what to ask for.
+            request_id: the engine's request gets this one; drawn if None.
 
         Raises:
             OmniError: why the engine refuses it.
         """
         handle = await self._gateway.client.submit(
-            {"prompt": prompt, "multi_modal_data": dict(inputs)}, plan.params, model=model
+            {"prompt": prompt, "multi_modal_data": dict(inputs)},
+            plan.params,
+            model=model,
+            request_id=request_id,
         )
         async for first in handle.events():
             if first.status.startswith("finished"):
@@ -71,7 +82,7 @@ class VideoJobs:
         self._count += 1
         size = None if plan.size is None else even_size(*plan.size)
         job = VideoJob(
-            f"video_{uuid.uuid4().hex}", self._count, model, prompt, plan,
+            f"video_{uuid.uuid4().hex}", self._count, handle.request_id, model, prompt, plan,
             num_frames=plan.num_frames, size=size,
         )  # fmt: skip
         self._jobs[job.video_id] = job
@@ -175,7 +186,8 @@ class VideoJobs:
         output.frames = output.audio = None  # the handle keeps the output; frames end with the file
         job.num_frames, job.size = len(frames), even_size(*frames.shape[1:3])
         run, cancelled = self._gateway.encoders.run, job.unwanted.is_set
-        job.file, job.thumbnail = await run(_files_of, frames, job.plan.fps, sound, cancelled)
+        async with self._turns:
+            job.file, job.thumbnail = await run(_files_of, frames, job.plan.fps, sound, cancelled)
         most = self._gateway.http.max_kept_bytes
         if job.kept_bytes > most:
             told = f"The video's file is larger than {most} bytes (http.max_kept_bytes)."

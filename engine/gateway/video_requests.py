@@ -50,31 +50,6 @@ class VideoPlan:
     size: tuple[int, int] | None
 
 
-def able_to_make_videos(model: ServedModel, why_not: str | None) -> PipelineCapabilities:
-    """Return what a model can do.
-
-    Args:
-        model: that was asked for.
-        why_not: why it can't be loaded, if so.
-
-    Raises:
-        GatewayError: if it makes pictures, or is not loaded.
-    """
-    if model.capabilities is None:
-        told = why_not or "it is still loading, try again in a moment"
-        headers = None if why_not else {"Retry-After": "2"}
-        message = f"The model {model.name!r} is not there: {told}."
-        raise GatewayError(503, message, "model", "stage_unavailable", headers)
-    if not model.capabilities.makes_video:
-        raise GatewayError(
-            400,
-            f"The model {model.name!r} makes pictures, not videos: "
-            "use POST /v1/images/generations.",
-            "model",
-        )
-    return model.capabilities
-
-
 def plan_of(request: VideoRequest, model: ServedModel, able: PipelineCapabilities) -> VideoPlan:
     """Return what to ask the engine for.
 

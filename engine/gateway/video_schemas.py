@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
 from omni_engine.engine.gateway.image_schemas import (
     AppliedLora,
@@ -21,6 +21,20 @@ _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 SLOWEST_FPS, FASTEST_FPS = 0.1, 1000.0
 
 VideoStatus = Literal["queued", "in_progress", "completed", "failed"]
+
+
+def _number(given: Any) -> Any:
+    """Return text as the number that it is."""
+    try:
+        return float(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
+
+
+_Length = Annotated[float, Field(gt=0, le=3600)]
+_AsText = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?$")]
+Seconds = Annotated[_Length, BeforeValidator(_number, json_schema_input_type=_Length | _AsText)]
+"""A number, or text as OpenAI's clients send it."""
 
 
 class InputReference(Body):
@@ -48,13 +62,8 @@ class VideoRequest(Body):
     prompt: Annotated[str, Field(min_length=1, examples=["a lighthouse in a storm"])]
     model: str | None = None
     seconds: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=3600,
-            strict=False,  # OpenAI's clients send text
-            description="Length; frames are this times the frames per second.",
-        ),
+        Seconds | None,
+        Field(description="Length; frames are this times the frames per second."),
     ] = None
     size: Annotated[
         str | None, Field(pattern=_SIZE, description="WIDTHxHEIGHT in pixels, or auto.")
@@ -123,6 +132,7 @@ class Video(BaseModel):
     prompt: str
     error: VideoError | None = None
     remixed_from_video_id: None = None
+    request_id: Annotated[str, Field(description="Of the engine's request, as in its log.")]
     fps: float
     num_frames: int | None = None
     seed: int | None = None

@@ -10,8 +10,9 @@ from typing import Annotated, Literal, cast
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
-from omni_engine.engine.gateway.catalog import ServedModel
+from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.image_jobs import caller_id
 from omni_engine.engine.gateway.image_schemas import AppliedLora, Metrics
 from omni_engine.engine.gateway.openapi import errors_of, errors_of_requests
 from omni_engine.engine.gateway.picture_sources import picture_from
@@ -19,7 +20,8 @@ from omni_engine.engine.gateway.state import Gateway, gateway_of
 from omni_engine.engine.gateway.video_bodies import REFERENCE, read_request, request_body
 from omni_engine.engine.gateway.video_job import VideoJob
 from omni_engine.engine.gateway.video_jobs import VideoJobs, video_error
-from omni_engine.engine.gateway.video_requests import able_to_make_videos, plan_of
+from omni_engine.engine.gateway.video_models import model_for_videos
+from omni_engine.engine.gateway.video_requests import plan_of
 from omni_engine.engine.gateway.video_schemas import (
     Video,
     VideoDeleted,
@@ -27,7 +29,6 @@ from omni_engine.engine.gateway.video_schemas import (
     VideoList,
 )
 from omni_engine.protocol.errors import OmniError
-from omni_engine.protocol.plans import PipelineCapabilities
 
 _VIDEO_NAME = "video.mp4"
 
@@ -64,7 +65,8 @@ async def create_video(
     status is `completed` or `failed`, then fetch its content.
     """
     wanted, source = await read_request(request)
-    model, able = await _model_for_videos(gateway, wanted.model)
+    finding = model_for_videos(gateway, wanted.model)
+    model, able = await while_connected(request.receive, finding)
     if source is not None and "image" not in able.inputs:
         told = f"The model {model.name!r} makes videos from text alone: it takes no picture."
         raise GatewayError(400, told, REFERENCE)
@@ -74,7 +76,8 @@ async def create_video(
     try:
         plan = plan_of(wanted, model, able)
         inputs = {} if source is None else {"image": await picture_from(gateway, source, REFERENCE)}
-        job = await jobs.submit(wanted.prompt, inputs, model.name, plan)
+        name = caller_id(request)
+        job = await jobs.submit(wanted.prompt, inputs, model.name, plan, name)
     except OmniError as error:
         raise video_error(error) from None
     return described(job)
@@ -145,21 +148,6 @@ async def download_video(
     return job.file.response("video/mp4", headers)
 
 
-async def _model_for_videos(
-    gateway: Gateway, name: str | None
-) -> tuple[ServedModel, PipelineCapabilities]:
-    model, why_not = await gateway.catalog.find(name), None
-    if model is None:
-        known = ", ".join(await gateway.catalog.models())
-        told = f"No model {name!r} is served. Served: {known}."
-        raise GatewayError(404, told, "model", "unknown_model")
-    if model.capabilities is None:
-        states = await gateway.client.models()
-        error = next((state["error"] for state in states if state["name"] == model.name), None)
-        why_not = error and error["message"]
-    return model, able_to_make_videos(model, why_not)
-
-
 def described(job: VideoJob) -> Video:
     """Return a video as its clients see it."""
     output, error = job.output, job.error
@@ -176,6 +164,7 @@ def described(job: VideoJob) -> Video:
         seconds="auto" if job.num_frames is None else f"{job.num_frames / job.plan.fps:g}",
         prompt=job.prompt,
         error=error and VideoError(code=str(error.code), message=error.message, param=error.param),
+        request_id=job.request_id,
         fps=job.plan.fps,
         num_frames=job.num_frames,
         seed=job.plan.params.seed if output is None else output.seed,
