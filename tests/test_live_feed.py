@@ -8,6 +8,8 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from omni_engine import AsyncOmniClient, Omni, OmniDiffusionSamplingParams
 from omni_engine.engine.gateway.live import (
     BOXES_PER_EVENT,
@@ -170,3 +172,26 @@ def test_an_engine_that_hangs_is_told_of_and_the_feed_goes_on_after_it(
                 await event_where(viewer, "live", holds_request("after-the-outage"))
 
     run(scenario())
+
+
+def test_a_defect_is_told_of_and_the_next_viewer_begins_anew(
+    pattern_engine: Omni, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Defective(AsyncOmniClient):
+        broken = True
+
+        async def timeline(self, since: int | None = None) -> dict[str, Any]:
+            return {} if self.broken else await super().timeline(since)
+
+    async def scenario() -> None:
+        async with Defective(pattern_engine.endpoint) as client:
+            feed = LiveFeed(client)
+            async with feed.watching() as viewer:
+                assert "broke" in (await event_where(viewer, "away"))["message"]
+                client.broken = False
+                async with feed.watching() as other:
+                    await event_where(other, "live")
+                    await event_where(viewer, "live")
+
+    run(scenario())
+    assert "KeyError" in caplog.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -20,6 +21,8 @@ from omni_engine.engine.async_client import AsyncOmniClient
 from omni_engine.engine.gateway.auth import require_key
 from omni_engine.engine.gateway.state import gateway_of
 from omni_engine.protocol.errors import OmniError
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1", dependencies=[Depends(require_key)])
 
@@ -113,6 +116,7 @@ class LiveFeed:
         self._viewers.add(viewer)
         if self._loop is None:
             self._loop = asyncio.create_task(self._ask_again_and_again(), name="live feed")
+            self._loop.add_done_callback(self._on_end)
         try:
             yield viewer
         finally:
@@ -127,6 +131,13 @@ class LiveFeed:
         self._loop = self._state = self._since = None
         self._recent.clear()
 
+    def _on_end(self, loop: asyncio.Task[None]) -> None:
+        """Tell of a defect; who watches next starts the loop again."""
+        if not loop.cancelled() and (error := loop.exception()) is not None:
+            logger.error("the live feed broke", exc_info=error)
+            self._tell_away("the live feed broke; the server's log tells why")
+            self._loop = None
+
     async def _ask_again_and_again(self) -> None:
         while True:
             began = time.monotonic()
@@ -135,7 +146,7 @@ class LiveFeed:
             except OmniError as error:
                 self._tell_away(error.message)
             except TimeoutError:
-                self._tell_away(f"The engine has not answered for {self._answer_timeout_s:g} s.")
+                self._tell_away(f"it has not answered for {self._answer_timeout_s:g} s.")
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
 
     async def _ask(self) -> None:
