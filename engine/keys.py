@@ -20,6 +20,8 @@ from omni_engine.protocol.requests import DiffusionRequest
 from omni_engine.protocol.tensors import TensorData
 
 _NEVER_IN_KEY = frozenset({"seed", "lora_request", "extra_args"})
+_ENGINE_DEFAULTS: Mapping[str, Hashable] = {"output_type": "np", "num_outputs_per_prompt": 1}
+"""What a request that leaves these out gets: saying so makes no other request of it."""
 _PRIVATE_IN_STEP_MODE = frozenset(
     {"num_inference_steps", "sigmas", "strength", "eta", "sampler", "num_outputs_per_prompt"}
 )
@@ -69,7 +71,8 @@ def request_key(
     params, private = request.sampling_params, capabilities.per_request
     if step_execution:
         private |= _PRIVATE_IN_STEP_MODE
-    shared = {k: v for k, v in params.given().items() if k not in _NEVER_IN_KEY | private}
+    given = {**_ENGINE_DEFAULTS, **params.given()}
+    shared = {k: v for k, v in given.items() if k not in _NEVER_IN_KEY | private}
     if not (step_execution and "negative_prompt" in private):
         shared["negative_prompt?"] = params.negative_prompt is not None
     extra = {f"extra_args.{k}": v for k, v in params.extra_args.items() if k not in private}

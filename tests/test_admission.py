@@ -83,6 +83,7 @@ PRIVATE = [
     {"extra_args": {"private": 1}},
     {"height": 64, "width": 64},
     {"num_inference_steps": 10},
+    {"output_type": "np"},
 ]
 
 
@@ -95,6 +96,16 @@ def test_what_shapes_the_forward_is_in_the_key(fields: dict[str, Any]) -> None:
 def test_private_fields_and_spelled_out_defaults_are_not_in_the_key(fields: dict[str, Any]) -> None:
     assert admit(**fields).key == admit().key
     assert hash(admit(**fields).key) == hash(admit().key)
+
+
+def test_one_output_is_what_requests_get_that_name_no_number() -> None:
+    """Also where the number of outputs shapes the forward."""
+    declared = dataclasses.replace(CAPABILITIES, per_request=frozenset({"seed"}))
+    one, two, none = [
+        request_key(admit(**fields).request, declared, None)
+        for fields in ({"num_outputs_per_prompt": 1}, {"num_outputs_per_prompt": 2}, {})
+    ]
+    assert one == none != two
 
 
 def test_prompts_never_matter_to_the_key() -> None:
