@@ -11,7 +11,7 @@ import random
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,20 @@ from support_pipelines import pattern
 from waiting import wait_for
 
 from omni_engine import OmniClient, OmniDiffusionSamplingParams
-from omni_engine.engine.gateway.image_jobs import preview_interval
+from omni_engine.engine.gateway import streaming
+from omni_engine.engine.gateway.catalog import ServedModel
+from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.image_jobs import (
+    ImageJob,
+    pictures_of,
+    preview_interval,
+    sampling_params,
+)
+from omni_engine.engine.gateway.image_schemas import ImageGenerationRequest
 from omni_engine.engine.gateway.kept_files import KeptFiles
 from omni_engine.engine.gateway.mailbox import Mailbox, Partial
 from omni_engine.engine.handles import RequestEvent
+from omni_engine.protocol.outputs import DiffusionOutput
 
 QUEUE = 220
 STAGES = f"""
@@ -52,6 +62,10 @@ stage_args:
       model: bundled
       pipeline: gated_pipelines:GatedSteps
       step_execution: true
+    runtime: {{devices: cpu, threads: 1}}
+  - stage_id: 2
+    name: clear
+    engine_args: {{model: bundled, pipeline: "http_pipelines:ClearPipeline"}}
     runtime: {{devices: cpu, threads: 1}}
 """
 PROMPT = "a red circle on a white background"
@@ -144,6 +158,29 @@ def test_files_are_of_the_kind_that_was_asked_for(
         assert np.array_equal(np.asarray(picture), pattern("x", 5, 24, 16))
 
 
+@pytest.mark.parametrize(
+    ("fields", "background", "mode"),
+    [
+        ({}, "transparent", "RGBA"),
+        ({"background": "transparent", "output_format": "webp"}, "transparent", "RGBA"),
+        ({"background": "opaque"}, "opaque", "RGB"),
+        ({"output_format": "jpeg"}, "opaque", "RGB"),
+    ],
+)
+def test_transparency_is_kept_or_becomes_white(
+    client: openai.OpenAI, fields: Any, background: str, mode: str
+) -> None:
+    made = client.images.generate(model="clear", prompt="x", **fields)
+    assert made.data is not None
+    picture = opened(made.data[0].b64_json)
+    assert (made.background, picture.mode) == (background, mode)
+    left = np.asarray(picture)[:, :4]
+    if mode == "RGBA":
+        assert (left[..., 3] == 0).all()
+    else:
+        assert (left > 230).all()
+
+
 def test_a_picture_by_url_is_served_without_a_key_until_others_need_its_room(
     client: openai.OpenAI, server: HttpServer
 ) -> None:
@@ -189,7 +226,8 @@ def test_a_callers_id_is_the_requests(client: openai.OpenAI) -> None:
 
 def test_the_models_are_listed(client: openai.OpenAI) -> None:
     models = {model.id: model.model_dump() for model in client.models.list()}
-    assert list(models) == ["shapes", "gated"]
+    assert list(models) == ["shapes", "gated", "clear"]
+    assert [model["makes_transparency"] for model in models.values()] == [False, False, True]
     assert models["shapes"]["makes"] == "image"
     assert models["shapes"]["defaults"]["height"] == 64
     assert client.models.retrieve("gated").id == "gated"
@@ -256,7 +294,22 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     assert "Did you mean 'shapes'?" in caught.value.message
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff", b'{"prompt": NaN}', b"[" * 9999])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"prompt": NaN}',
+        b"[" * 9999,
+        b'{"\\ud800": 1}',
+        b'{"prompt": "x", "model": 7}',
+        b'{"prompt": "x", "extra_args": {"\\ud800": 1}}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "lora": [7]}',
+    ],
+)
 def test_what_is_no_request_is_refused(server: HttpServer, body: bytes) -> None:
     request = urllib.request.Request(
         f"{server.url}/v1/images/generations", body, {"Content-Type": "application/json"}
@@ -457,11 +510,15 @@ def _aborting(engine: OmniClient) -> bool:
 def test_many_clients_half_of_whom_go_away(
     server: HttpServer, engine: OmniClient, tmp_path: Path
 ) -> None:
-    """At any moment: the work goes on once half of those who go have gone."""
+    """At any moment: some at once, some while they wait or run, some while others are served."""
     gate, gone = tmp_path / "gate", 0
     chance = random.Random(20)
     before = figures(engine, "gated")["requests"]
     leaving = [chance.random() < 0.5 for _ in range(200)]
+
+    def many_are_taken_in() -> bool:
+        now = figures(engine, "gated")["requests"]
+        return now["received"] - before["received"] > leaving.count(False)
 
     async def one(number: int) -> bytes:
         nonlocal gone
@@ -469,9 +526,11 @@ def test_many_clients_half_of_whom_go_away(
         reader, writer = await sent(server, seed=number, **held)
         try:
             if leaving[number]:
-                await asyncio.sleep(chance.random())
+                if number % 2:
+                    await asyncio.to_thread(wait_for, many_are_taken_in, 60)
+                await asyncio.sleep(chance.random() / 2)
                 gone += 1
-                if gone == leaving.count(True) // 2:
+                if gone == leaving.count(True) * 3 // 4:
                     gate.touch()
                 return b""
             return await reader.read()
@@ -497,7 +556,7 @@ def test_many_clients_half_of_whom_go_away(
     assert done["received"] == done["completed"] + done["failed"] + done["aborted"]
     assert done["failed"] == 0
     assert done["completed"] >= leaving.count(False)
-    assert 0 < done["aborted"] <= leaving.count(True)
+    assert 0 < done["aborted"] <= leaving.count(True), (done, leaving.count(True))
 
 
 # -- the parts by themselves
@@ -545,6 +604,50 @@ def test_a_mailbox_keeps_only_the_latest() -> None:
 
     partial, progress = asyncio.run(run())
     assert (partial.index, partial.step, progress.step) == (2, 75, 99)
+
+
+def test_layers_are_pictures_and_clips_are_not() -> None:
+    model = ServedModel("m", None, {}, step_execution=False)
+    fields = ImageGenerationRequest(prompt="x")
+    job = ImageJob(fields, model, sampling_params(fields))
+    layers = np.zeros((3, 8, 8, 4), np.uint8)
+    layered = DiffusionOutput("r", frames=[layers, layers], seed=5)
+    assert len(pictures_of(layered, job)) == 6
+    with pytest.raises(GatewayError, match="/v1/videos"):
+        pictures_of(DiffusionOutput("r", frames=[layers[..., :3]]), job)
+    with pytest.raises(GatewayError, match="makes no pictures"):
+        pictures_of(DiffusionOutput("r", audio=[np.zeros((1, 9), np.float32)]), job)
+
+
+def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_KEEP_ALIVE_S", 0.01)
+    sent: list[bytes] = []
+    ended: list[bool] = []
+
+    async def run() -> None:
+        quiet = asyncio.Event()
+
+        async def messages() -> AsyncGenerator[bytes]:
+            box = Mailbox(0, progress=False)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(box.take(), 0.01)
+            yield await streaming.next_or_keep_alive(box)  # type: ignore[misc]
+            await quiet.wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        async def receive() -> Any:
+            while len(sent) < 2:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        stream = streaming.EventStream(messages(), {}, lambda: ended.append(True))
+        await stream({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert sent == [b"", b": keep-alive\n\n"]
+    assert ended == [True]
 
 
 def test_kept_files_are_bounded_in_bytes_and_time() -> None:

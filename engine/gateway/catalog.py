@@ -26,12 +26,14 @@ class ServedModel:
         capabilities: None while it loads for the first time.
         defaults: sampling parameters that its stage's configuration gives.
         step_execution: whether it runs in step mode.
+        state: of its stage when it was last asked for, as in the engine's status.
     """
 
     name: str
     capabilities: PipelineCapabilities | None
     defaults: Mapping[str, Any]
     step_execution: bool
+    state: str = "loading"
 
     def default(self, field: str) -> Any:
         """Return the value of a sampling parameter that a request leaves out, if it is known."""
@@ -62,6 +64,13 @@ class Catalog:
                 self._asked_at = time.monotonic()
         return self._models
 
+    async def loaded(self, model: ServedModel) -> ServedModel:
+        """Return a model once it is known what it can do, or that it can't be loaded."""
+        while model.capabilities is None and model.state == "loading":
+            await asyncio.sleep(_ASK_AGAIN_S)
+            model = (await self.models()).get(model.name, model)
+        return model
+
     async def find(self, name: str | None) -> ServedModel | None:
         """Return a model; without a name the first, as the engine does. None if unknown."""
         models = await self.models()
@@ -84,4 +93,5 @@ def _served(stage: Mapping[str, Any]) -> ServedModel:
         capabilities=None if told is None else PipelineCapabilities.from_wire(told),
         defaults=stage["default_sampling_params"],
         step_execution=stage["step_execution"],
+        state=stage["state"],
     )

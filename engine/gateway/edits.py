@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
 from omni_engine.engine.gateway.bodies import checked_form, form_body
+from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.edit_inputs import PICTURE_FIELDS, check_given, decoded, size_like
 from omni_engine.engine.gateway.image_jobs import (
     ImageJob,
@@ -52,7 +53,8 @@ async def edit_images(
     """Change a picture. Mappings (`lora`, `extra_args`, `stream_options`) are JSON texts."""
     form = await form_body(request, PICTURE_FIELDS, _NESTED)
     fields = checked_form(form, ImageEditRequest)
-    model = await model_for_pictures(gateway, fields.model)
+    finding = model_for_pictures(gateway, fields, loaded=True)
+    model = await while_connected(request.receive, finding)
     check_background(fields, model)
     check_given(form.pictures, model)
     inputs = await decoded(gateway, form.pictures, model)

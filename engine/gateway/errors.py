@@ -118,7 +118,13 @@ def _retry_headers(error: OmniError) -> dict[str, str] | None:
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kind = _TYPE_BY_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    named = None if param is None else _sendable(param)
+    return {"error": {"message": _sendable(message), "type": kind, "param": named, "code": code}}
+
+
+def _sendable(text: str) -> str:
+    """Return a text without what JSON may hold and UTF-8 may not: halves of characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _response(

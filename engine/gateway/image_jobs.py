@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,15 +108,30 @@ def preview_interval(steps: int, wanted: int) -> int:
     return seldom if enough else max(1, steps // (wanted + 1))
 
 
-async def model_for_pictures(gateway: Gateway, name: str | None) -> ServedModel:
+async def model_for_pictures(
+    gateway: Gateway, fields: ImageFields, *, loaded: bool = False
+) -> ServedModel:
     """Return the model that a request names.
 
+    Args:
+        gateway: that knows it.
+        fields: what was asked for.
+        loaded: whether to wait until it is known what the model can do, should it still load; a
+            request whose meaning depends on that waits in any case.
+
     Raises:
-        GatewayError: 404 if there is none of that name, 400 if it makes videos.
+        GatewayError: 404 if there is none of that name, 400 if it makes videos, 504 if the
+            request's time is up before it is loaded.
     """
-    model = await gateway.catalog.find(name)
+    model = await gateway.catalog.find(fields.model)
     if model is None:
-        raise unknown_model(name or "", await gateway.catalog.models())
+        raise unknown_model(fields.model or "", await gateway.catalog.models())
+    if loaded or fields.partial_images or fields.background == "transparent":
+        try:
+            model = await asyncio.wait_for(gateway.catalog.loaded(model), fields.timeout_s)
+        except TimeoutError:
+            message = f"The model {model.name!r} is still loading."
+            raise GatewayError(504, message, "timeout_s", "timeout") from None
     if model.capabilities is not None and model.capabilities.makes_video:
         raise _is_for_videos(model)
     return model

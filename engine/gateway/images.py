@@ -48,7 +48,7 @@ async def create_images(
 ) -> Response:
     """Draw one or several pictures."""
     fields = await json_body(request, ImageGenerationRequest)
-    model = await model_for_pictures(gateway, fields.model)
+    model = await while_connected(request.receive, model_for_pictures(gateway, fields))
     check_background(fields, model)
     job = ImageJob(fields, model, sampling_params(fields), request_id=caller_id(request))
     return await respond(request, gateway, job, "image_generation")

@@ -64,6 +64,14 @@ def event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 
+async def next_or_keep_alive(mailbox: Mailbox) -> RequestEvent | Partial | bytes | None:
+    """Return what is to be sent next: an item, or a keep-alive if there is none for long."""
+    try:
+        return await asyncio.wait_for(mailbox.take(), _KEEP_ALIVE_S)
+    except TimeoutError:
+        return _KEEP_ALIVE
+
+
 class EventStream(Response):
     """An answer of server-sent events that ends, and ends its source, when the client goes.
 
@@ -124,7 +132,7 @@ class _Stream:
         """Yield the events, encoded."""
         reading = asyncio.create_task(self._read(first, news))
         try:
-            while (item := await self._next()) is not None:
+            while (item := await next_or_keep_alive(self._mailbox)) is not None:
                 if isinstance(item, RequestEvent):
                     yield self._progress(item)
                 elif isinstance(item, Partial):
@@ -148,12 +156,6 @@ class _Stream:
         async for one in news:
             self._mailbox.put(one)
         self._mailbox.close()
-
-    async def _next(self) -> RequestEvent | Partial | bytes | None:
-        try:
-            return await asyncio.wait_for(self._mailbox.take(), _KEEP_ALIVE_S)
-        except TimeoutError:
-            return _KEEP_ALIVE
 
     async def _finished(self, output: DiffusionOutput) -> AsyncIterator[bytes]:
         try:
