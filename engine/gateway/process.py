@@ -69,6 +69,8 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
         if not said:
             loop.remove_reader(_STDIN)
             server.config.timeout_graceful_shutdown = _LAST_WORDS_S if told_to_end else _ORPHANED_S
+            if not told_to_end:
+                loop.call_later(2 * _ORPHANED_S, os._exit, 1)  # nobody says goodbye to the dead
             gateway: Gateway | None = getattr(app.state, "gateway", None)
             if gateway is not None:
                 gateway.closing.set()
