@@ -12,6 +12,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,25 @@ def test_a_callers_id_is_the_requests(client: openai.OpenAI) -> None:
     assert raw.headers["x-request-id"] == "order-1"
     assert raw.headers["openai-processing-ms"].isdecimal()
     assert json.loads(raw.text)["request_id"] == "order-1"
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(
+    client: openai.OpenAI, server: HttpServer, engine: OmniClient, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    same: dict[str, Any] = {"model": "gated", "extra_headers": {"X-Request-Id": "order-2"}}
+    held = {"extra_args": {"holds": [[1, str(gate)]]}}
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(client.images.generate, prompt="x", extra_body=held, **same)
+        try:
+            wait_for(lambda: figures(engine, "gated")["running"] == 1)
+            for stream in (False, True):
+                with pytest.raises(openai.ConflictError) as caught:
+                    client.images.generate(prompt="y", stream=stream, **same)
+                assert caught.value.code == "duplicate_request_id"
+        finally:
+            gate.touch()
+        assert first.result(60).data
 
 
 def test_the_models_are_listed(client: openai.OpenAI) -> None:

@@ -71,7 +71,9 @@ async def respond(request: Request, gateway: Gateway, job: ImageJob, events: str
         return await image_stream(request, gateway, job, events)
     started = time.monotonic()
     handle = await job.submit(gateway)
-    output = await while_connected(request.receive, handle.result())
+    refused = handle.done  # it may bear the id of another, which goes on if this client goes
+    waiting = handle.result()
+    output = await (waiting if refused else while_connected(request.receive, waiting))
     pictures = pictures_of(output, job)
     items = await asyncio.gather(*(_item(request, gateway, job, picture) for picture in pictures))
     for index, item in enumerate(items):

@@ -52,7 +52,8 @@ async def image_stream(
         if first.status.startswith("finished"):
             pictures_of(await handle.result(), job)  # raises what the engine refused it for
     except BaseException:  # whatever it is: end the request, then pass it on
-        handle.abort()
+        if not handle.done:  # one that was refused may bear the id of another
+            handle.abort()
         raise
     stream = _Stream(gateway, job, events, handle)
     headers = {"x-request-id": handle.request_id}
