@@ -94,7 +94,8 @@ class ImageFields(Body):
         str | None,
         Field(
             pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
-            description="WIDTHxHEIGHT in pixels, or `auto` for the model's own.",
+            description="WIDTHxHEIGHT in pixels, or `auto`: the model's own, in an edit with the "
+            "picture's proportions.",
             examples=["64x64"],
         ),
     ] = None
