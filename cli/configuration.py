@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni_engine.cli.display import clean, console, print_json, print_line, problem_lines, table
+from omni_engine.cli.http_options import HttpOptions
 from omni_engine.cli.option_groups import expand_options
-from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, HttpOptions, Model
+from omni_engine.cli.options import AsJson, Endpoint, EngineOptions, Model
 
 if TYPE_CHECKING:
     from omni_engine.stages.settings import Settings

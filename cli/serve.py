@@ -15,8 +15,9 @@ import typer
 
 from omni_engine.cli import interrupts
 from omni_engine.cli.display import print_line
+from omni_engine.cli.http_options import HttpOptions
 from omni_engine.cli.option_groups import expand_options
-from omni_engine.cli.options import Endpoint, EngineOptions, HttpOptions, Model
+from omni_engine.cli.options import Endpoint, EngineOptions, Model
 
 if TYPE_CHECKING:
     from omni_engine.engine.stage_runtime import StageRuntime

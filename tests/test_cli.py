@@ -24,7 +24,8 @@ from support_pipelines import pattern
 
 from omni_engine.cli import configuration, generate, inspection, interrupts, keys, loras, serve
 from omni_engine.cli import main as cli
-from omni_engine.cli.options import EngineOptions, HttpOptions
+from omni_engine.cli.http_options import HttpOptions
+from omni_engine.cli.options import EngineOptions
 from omni_engine.cli.pictures import slug
 from omni_engine.cli.progress import RequestProgress
 from omni_engine.cli.tables import print_rows

@@ -17,7 +17,8 @@ from omni_engine.engine.gateway.image_jobs import (
     model_for_pictures,
     sampling_params,
 )
-from omni_engine.engine.gateway.image_schemas import ImageEditRequest, ImagesAnswer
+from omni_engine.engine.gateway.image_results import ImagesAnswer
+from omni_engine.engine.gateway.image_schemas import ImageEditRequest
 from omni_engine.engine.gateway.images import respond
 from omni_engine.engine.gateway.openapi import errors_of_requests, event_stream, takes_form
 from omni_engine.engine.gateway.state import Gateway, gateway_of

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from omni_engine.engine.gateway.image_jobs import ImageJob
-from omni_engine.engine.gateway.image_schemas import Usage
+from omni_engine.engine.gateway.image_results import Usage
 from omni_engine.engine.gateway.picture_encoding import TRANSPARENT_FORMATS, encode_picture
 from omni_engine.protocol.outputs import DiffusionOutput
 

@@ -21,7 +21,8 @@ from omni_engine.engine.gateway.image_jobs import (
     pictures_of,
     sampling_params,
 )
-from omni_engine.engine.gateway.image_schemas import ImageGenerationRequest, ImagesAnswer
+from omni_engine.engine.gateway.image_results import ImagesAnswer
+from omni_engine.engine.gateway.image_schemas import ImageGenerationRequest
 from omni_engine.engine.gateway.openapi import errors_of_requests, event_stream, takes_json
 from omni_engine.engine.gateway.picture_encoding import encode_picture
 from omni_engine.engine.gateway.state import Gateway, gateway_of

@@ -6,14 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
-from omni_engine.engine.gateway.image_schemas import (
-    AppliedLora,
-    Guidance,
-    Lora,
-    LoraChoice,
-    Metrics,
-    Whole,
-)
+from omni_engine.engine.gateway.image_results import AppliedLora, Metrics
+from omni_engine.engine.gateway.image_schemas import Guidance, Lora, LoraChoice, Whole
 from omni_engine.engine.gateway.validation import Body
 from omni_engine.protocol.sampling import MAX_NAME_CHARS, MAX_SEED, LoRARequest
 

@@ -13,7 +13,7 @@ from omni_engine.engine.gateway.auth import require_key
 from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.image_jobs import caller_id
-from omni_engine.engine.gateway.image_schemas import AppliedLora, Metrics
+from omni_engine.engine.gateway.image_results import AppliedLora, Metrics
 from omni_engine.engine.gateway.openapi import errors_of, errors_of_requests
 from omni_engine.engine.gateway.picture_sources import picture_from
 from omni_engine.engine.gateway.state import Gateway, gateway_of
