@@ -94,6 +94,7 @@ def load(http: httpx2.Client, engine: OmniClient, gate: Path) -> list[int]:
     aborted = engine.submit("a", holding, model="gated")
     wait_for(lambda: aborted.status == "running")
     aborted.abort()
+    engine.metrics()  # answered after what was said before it
     gate.touch()
     with ThreadPoolExecutor(8) as pool:
         fields: list[dict[str, Any]] = [{"seed": seed} for seed in range(5)]

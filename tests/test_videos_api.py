@@ -217,6 +217,8 @@ def test_a_job_goes_on_without_its_client_and_ends_with_its_deletion(
         assert deleted.json() == {"id": video["id"], "object": "video.deleted", "deleted": True}
         assert http.get(f"/v1/videos/{video['id']}").status_code == 404
         assert http.delete(f"/v1/videos/{video['id']}").status_code == 404
+    # The one that waited has ended at once, and after the other one was told to.
+    wait_for(lambda: stage_named("clips", engine)["requests"]["aborted"] > before["aborted"])
     gate.touch()
     wait_for(lambda: stage_named("clips", engine)["running"] == 0)
     after = stage_named("clips", engine)["requests"]
@@ -494,13 +496,28 @@ def test_models_for_pictures_are_pointed_to() -> None:
     assert (caught.value.status, caught.value.param) == (400, "model")
 
 
-def test_a_model_that_can_not_be_loaded_is_waited_for_in_vain() -> None:
-    options = ("--pipeline", "support_pipelines:NoForward", "--name", "broken")
-    with http_server(*options, ready=False) as server:
-        answer = httpx2.post(f"{server.url}/v1/videos", json={"prompt": "a cat"}, timeout=120)
+def test_a_model_that_can_not_be_loaded_is_waited_for_in_vain(tmp_path: Path) -> None:
+    config = tmp_path / "stages.yaml"
+    config.write_text(f"""
+stage_args:
+  - stage_id: 0
+    name: clips
+    engine_args: {{model: bundled, pipeline: "{CLIPS}", step_execution: true}}
+    runtime: {{devices: cpu, threads: 1}}
+  - stage_id: 1
+    name: broken
+    engine_args: {{model: bundled, pipeline: "support_pipelines:NoForward"}}
+    runtime: {{devices: cpu, threads: 1}}
+""")
+    with (
+        http_server("--config", str(config), ready=False) as server,
+        httpx2.Client(base_url=server.url, timeout=120) as http,
+    ):
+        answer = http.post("/v1/videos", json={"prompt": "a cat", "model": "broken"})
+        until(http, create(http), "completed")
     assert answer.status_code == 503
     assert error_of(answer)["code"] == "stage_unavailable"
-    assert "NoForward" in error_of(answer)["message"]
+    assert "lacks forward" in error_of(answer)["message"]
 
 
 def test_encoding_lays_alpha_on_white_mixes_channels_and_can_be_cancelled(tmp_path: Path) -> None:

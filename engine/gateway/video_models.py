@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import FIRST_COMPLETED
 
-from omni_engine.engine.gateway.catalog import ServedModel
+from omni_engine.engine.gateway.catalog import ServedModel, unknown_model
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.state import Gateway
 from omni_engine.protocol.plans import PipelineCapabilities
 
 _LONGEST_S = 300.0
 """How long a request waits for a model to load: less than clients wait for an answer."""
-_LOOK_AGAIN_S = 0.5
 
 
 async def model_for_videos(
@@ -27,20 +27,22 @@ async def model_for_videos(
         GatewayError: if it is not served, makes pictures, or can't be loaded.
         OmniError: if the engine can't be asked.
     """
-    deadline = asyncio.get_running_loop().time() + _LONGEST_S
-    while True:
-        model = await gateway.catalog.find(name)
-        if model is None:
-            known = ", ".join(await gateway.catalog.models())
-            told = f"No model {name!r} is served. Served: {known}."
-            raise GatewayError(404, told, "model", "unknown_model")
-        if model.capabilities is not None:
-            return model, able_to_make_videos(model.name, model.capabilities)
-        if (reason := await _why_down(gateway, model.name)) is not None:
-            raise _not_there(model.name, reason)
-        if asyncio.get_running_loop().time() > deadline:
-            raise _not_there(model.name, "it is still loading, try again later")
-        await asyncio.sleep(_LOOK_AGAIN_S)
+    found = await gateway.catalog.find(name)
+    if found is None:
+        raise unknown_model(name or "", await gateway.catalog.models())
+    loading = asyncio.ensure_future(gateway.catalog.loaded(found))
+    ending = asyncio.ensure_future(gateway.closing.wait())
+    try:
+        await asyncio.wait({loading, ending}, timeout=_LONGEST_S, return_when=FIRST_COMPLETED)
+        if not loading.done():
+            raise _not_there(found.name, "it is still loading, try again later")
+        model = loading.result()
+    finally:
+        loading.cancel()
+        ending.cancel()
+    if model.capabilities is None:
+        raise _not_there(model.name, await _why_down(gateway, model.name))
+    return model, able_to_make_videos(model.name, model.capabilities)
 
 
 def able_to_make_videos(name: str, able: PipelineCapabilities) -> PipelineCapabilities:
@@ -55,10 +57,10 @@ def able_to_make_videos(name: str, able: PipelineCapabilities) -> PipelineCapabi
     raise GatewayError(400, told, "model")
 
 
-async def _why_down(gateway: Gateway, name: str) -> str | None:
+async def _why_down(gateway: Gateway, name: str) -> str:
     models = await gateway.client.models()
     error = next((model["error"] for model in models if model["name"] == name), None)
-    return None if error is None else str(error["message"])
+    return "it could not be loaded" if error is None else str(error["message"])
 
 
 def _not_there(name: str, reason: str) -> GatewayError:
