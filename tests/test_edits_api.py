@@ -30,7 +30,7 @@ from omni_engine.protocol.plans import PipelineCapabilities
 
 STAGES = """
 http: {{port: 0, image_hosts: ["127.0.0.1", "localhost"]}}
-limits: {{max_input_pixels: 40000}}
+limits: {{max_input_pixels: 40000, max_message_bytes: 300000}}
 stage_args:
   - stage_id: 0
     name: img2img
@@ -233,6 +233,14 @@ def test_what_is_wrong_is_named(
     error = refusal(server, files, **{"model": "img2img", **fields})
     assert error["param"] == param
     assert part in error["message"]
+
+
+def test_small_files_cannot_hold_more_than_the_engine_takes(server: HttpServer) -> None:
+    large = file_of(Image.new("RGB", (200, 200)))
+    assert len(large) < 1000
+    status, body = post(server, {"image": large, "image[]": large, "image[0]": large},
+                        model="img2img")  # fmt: skip
+    assert (status, body["error"]["param"]) == (413, "image")
 
 
 def test_pictures_by_url(server: HttpServer, site: str) -> None:

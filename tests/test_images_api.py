@@ -466,6 +466,11 @@ def test_partial_pictures_are_spread_over_the_steps(server: HttpServer, tmp_path
     assert partials == [(0, 1), (1, 2), (2, 3)]
 
 
+def test_a_stream_of_a_model_without_previews_has_the_picture_alone(server: HttpServer) -> None:
+    found = events_of(server, model="clear", partial_images=3)
+    assert [name for name, _ in found] == ["image_generation.completed"]
+
+
 def test_what_is_refused_before_a_stream_begins_is_a_plain_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.generate(prompt=PROMPT, stream=True, size="65x64")

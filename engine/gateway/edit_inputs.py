@@ -62,9 +62,14 @@ async def decoded(gateway: Gateway, given: Given, model: ServedModel) -> dict[st
         GatewayError: if one can't be had or read, or they don't fit together.
     """
     inputs: dict[str, Any] = {}
+    left = gateway.limits.max_message_bytes
     for field, sources in given.items():
         decode = decode_mask if field == "mask" else decode_picture
-        found = [await picture_from(gateway, source, field, decode) for source in sources]
+        found: list[Pixels] = []
+        for source in sources:  # one by one: small files may hold large pictures
+            found.append(await picture_from(gateway, source, field, decode))
+            if (left := left - found[-1].nbytes) < 0:
+                raise _too_much(field, gateway.limits.max_message_bytes)
         inputs[_ENGINE_NAMES[field]] = found[0] if len(found) == 1 else found
     picture = _first(inputs.get("image"))
     able = model.capabilities
@@ -118,6 +123,16 @@ def _check_same_size(mask: Pixels, picture: Pixels) -> None:
         raise GatewayError(
             400, f"The mask is {sizes[0]}, but the picture is {sizes[1]}: they must agree.", "mask"
         )
+
+
+def _too_much(field: str, most: int) -> GatewayError:
+    return GatewayError(
+        413,
+        f"The pictures have more than {most} bytes in all once they are decoded "
+        "(limits.max_message_bytes). Send fewer or smaller ones.",
+        field,
+        "message_too_large",
+    )
 
 
 def _missing(field: str, model: ServedModel) -> GatewayError:
