@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 
 import uvicorn
 from fastapi import FastAPI
@@ -70,7 +71,7 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
             loop.remove_reader(_STDIN)
             server.config.timeout_graceful_shutdown = _LAST_WORDS_S if told_to_end else _ORPHANED_S
             if not told_to_end:
-                loop.call_later(2 * _ORPHANED_S, os._exit, 1)  # nobody says goodbye to the dead
+                _exit_in(2 * _ORPHANED_S)  # nobody says goodbye to the dead
             gateway: Gateway | None = getattr(app.state, "gateway", None)
             if gateway is not None:
                 gateway.closing.set()
@@ -84,6 +85,13 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
         announcing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await announcing
+
+
+def _exit_in(seconds: float) -> None:
+    """End this process then, whatever its loop and its threads do."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True  # an end in order need not wait for it
+    timer.start()
 
 
 async def _announce_when_up(server: uvicorn.Server, news: int) -> None:

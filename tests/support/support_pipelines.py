@@ -69,6 +69,16 @@ class ReusingPipeline(PatternPipeline):
         return outputs
 
 
+class NoisePipeline(PatternPipeline):
+    """Its pictures take as long to encode as any can."""
+
+    def _output(self, request: Any) -> DiffusionOutput:
+        params = request.sampling_params
+        shape = (params.height, params.width, 3)
+        picture = np.random.default_rng(request.seed).integers(0, 256, shape, np.uint8)
+        return DiffusionOutput(request.request_id, images=[picture])
+
+
 class SerialPipeline(PatternPipeline):
     """Does not declare request batching."""
 
