@@ -8,6 +8,7 @@ import http.client
 import http.server
 import io
 import json
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -349,6 +350,33 @@ def test_a_large_picture_is_not_decoded() -> None:
     with pytest.raises(GatewayError) as caught:
         decode_mask(huge, "mask", 1 << 24)
     assert (caught.value.param, caught.value.code) == ("mask", "limit_exceeded")
+
+
+def progressive_jpeg(side: int, scans: int) -> bytes:
+    """A grey progressive JPEG whose scans take a few bytes each, and the time of a whole pass."""
+
+    def segment(marker: int, data: bytes) -> bytes:
+        return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+    def table(kind: int, symbol: int) -> bytes:  # of one code, the bit 0
+        return segment(0xC4, bytes([kind, 1, *[0] * 15, symbol]))
+
+    blocks = (side // 8) ** 2
+    frame = struct.pack(">BHHB", 8, side, side, 1) + b"\x01\x11\x00"
+    begin = b"\xff\xd8" + segment(0xDB, bytes([0, *[1] * 64])) + segment(0xC2, frame)
+    first = segment(0xDA, b"\x01\x01\x00\x00\x00\x00") + bytes(blocks // 8)
+    run = int(f"0{blocks - 2**14:014b}1", 2).to_bytes(2, "big")  # so many blocks of nothing
+    more = segment(0xDA, b"\x01\x01\x00\x01\x3f\x00") + run
+    return begin + table(0x00, 0) + table(0x10, 0xE0) + first + more * (scans - 1) + b"\xff\xd9"
+
+
+def test_a_jpeg_of_very_many_scans_is_not_decoded() -> None:
+    few, many = progressive_jpeg(1024, 30), progressive_jpeg(1024, 1000)
+    assert len(many) < 20_000
+    assert decode_picture(few, "image", 1 << 24).shape == (1024, 1024, 3)
+    with pytest.raises(GatewayError, match="too many scans") as caught:
+        decode_picture(many, "image", 1 << 24)
+    assert (caught.value.status, caught.value.param) == (400, "image")
 
 
 @pytest.mark.parametrize("seed", range(20))

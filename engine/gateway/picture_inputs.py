@@ -14,6 +14,11 @@ from omni_engine.engine.gateway.errors import GatewayError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 
+_MOST_SCANS = 100
+"""Of a progressive JPEG: cameras and encoders make a dozen. Each scan passes over every pixel,
+and may take only a few bytes of the file: a small one could occupy a processor for hours."""
+_JPEG_BEGINS, _SCAN_BEGINS = b"\xff\xd8", b"\xff\xda"
+
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -71,6 +76,8 @@ def _opened(data: bytes, param: str, most_pixels: int) -> Image.Image:
         width, height = picture.size
         if width * height > most_pixels:
             raise _too_large(f"{width}x{height}", param, most_pixels)
+        if data.startswith(_JPEG_BEGINS) and data.count(_SCAN_BEGINS) > _MOST_SCANS:
+            raise _too_many_scans(param)
         return _in_eight_bits(ImageOps.exif_transpose(picture))
     except GatewayError:
         raise
@@ -100,6 +107,15 @@ def _too_large(size: str, param: str, most_pixels: int) -> GatewayError:
         400,
         f"The picture in {param!r} is too large: {size}. "
         f"Expected: at most {most_pixels} pixels (limits.max_input_pixels).",
+        param,
+        "limit_exceeded",
+    )
+
+
+def _too_many_scans(param: str) -> GatewayError:
+    return GatewayError(
+        400,
+        f"The JPEG in {param!r} has too many scans. Expected: at most {_MOST_SCANS}.",
         param,
         "limit_exceeded",
     )
