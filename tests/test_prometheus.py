@@ -243,6 +243,35 @@ def test_http_requests_are_counted_by_route_method_and_status(
     assert grown(scrape(http), **route, status="499") == 1
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_upload_is_no_error(
+    server: HttpServer, http: httpx2.Client
+) -> None:
+    kinds = {
+        "/v1/images/generations": "application/json",
+        "/v1/images/edits": "multipart/form-data; boundary=B",
+        "/v1/videos": "application/json",
+    }
+
+    def counted(status: str) -> float:
+        samples = scrape(http)
+        return sum(
+            samples.get(
+                ("omni_http_requests_total",
+                 frozenset({"route": path, "method": "POST", "status": status}.items())), 0.0)
+            for path in kinds
+        )  # fmt: skip
+
+    left, failed = counted("499"), counted("500")
+    for path, kind in kinds.items():
+        with socket.create_connection(("127.0.0.1", server.port)) as rude:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost:{server.port}\r\n"
+            head += f"Content-Type: {kind}\r\nContent-Length: 1000\r\n\r\n--B\r\n"
+            rude.sendall(head.encode())
+    wait_for(lambda: counted("499") == left + len(kinds))
+    assert counted("500") == failed
+    assert not [line for line in server.errors if "Traceback" in line or "Disconnect" in line]
+
+
 def test_both_formats_parse(http: httpx2.Client) -> None:
     plain = families(http.get("/metrics").text)
     answer = http.get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})

@@ -8,11 +8,9 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.errors import client_gone
 
 T = TypeVar("T")
-
-_CLIENT_CLOSED_REQUEST = 499
 
 
 async def until_disconnected(receive: Receive) -> None:
@@ -37,7 +35,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             return doing.result()
-        raise GatewayError(_CLIENT_CLOSED_REQUEST, "The client has gone.", code="client_gone")
+        raise client_gone()
     finally:
         doing.cancel()
         watching.cancel()

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from omni_engine.protocol.errors import OmniError
 
@@ -49,6 +50,9 @@ PARAM_BY_FIELD = {
     "multi_modal_data.control_image": "control_image",
 }
 """The HTTP field that sets an engine's field, where they differ."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status, as others count it, of a request whose client left before the answer began."""
 
 _INDEX = re.compile(r"\[\d+\]$")
 """Which of several pictures it is; the message says so."""
@@ -143,6 +147,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(OmniError, _on_engine_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_surprise)
 
 
@@ -161,6 +166,16 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 
     assert isinstance(error, RequestValidationError)
     return refusal_of(error.errors()).response()
+
+
+def client_gone() -> GatewayError:
+    """Return what becomes of a request whose client has left: nobody reads it, but it counts."""
+    return GatewayError(CLIENT_CLOSED_REQUEST, "The client has gone.", code="client_gone")
+
+
+async def _on_disconnect(request: Request, error: Exception) -> JSONResponse:
+    """End a request whose client left in the middle of its body."""
+    return client_gone().response()
 
 
 async def _on_surprise(request: Request, error: Exception) -> JSONResponse:

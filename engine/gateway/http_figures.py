@@ -9,10 +9,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omni_engine.engine.gateway.errors import CLIENT_CLOSED_REQUEST
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "none"
-_ABANDONED = "499"
-"""The status, as others count it, of a request whose client left before the answer began."""
 _BOUNDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
     10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
@@ -66,7 +66,7 @@ class HttpMeter:
         """Pass a request on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status, began = _ABANDONED, time.perf_counter()
+        status, began = str(CLIENT_CLOSED_REQUEST), time.perf_counter()
 
         async def noting(message: Message) -> None:
             nonlocal status
