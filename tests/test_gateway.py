@@ -17,13 +17,16 @@ from typing import Any
 import psutil
 import pytest
 from conftest import PATTERN
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from http_server import COMMAND, HttpServer, http_server
 from waiting import wait_for
 
 from omni_engine import OmniClient
+from omni_engine.engine.gateway import guards
 from omni_engine.engine.gateway.errors import from_engine
 from omni_engine.protocol.errors import LimitExceededError, UnsupportedOptionError
-from omni_engine.stages.config import ConfigFileError
+from omni_engine.stages.config import ConfigFileError, HttpArgs
 from omni_engine.stages.settings import load_settings
 
 ENGINE = ("--pipeline", PATTERN, "--name", "pattern", "--max-num-seqs", "4")
@@ -228,10 +231,34 @@ def test_it_warns_of_an_open_door_and_ends_with_a_killed_engine_whatever_it_does
     large = ("--max-pixels", str(8192**2), "--max-side", "8192")
     with http_server(*noise, *large, "--host", "0.0.0.0", stop=kill) as server:
         assert len([line for line in server.errors if "without a key" in line]) == 1
-        url, rebound = f"http://127.0.0.1:{server.port}/v1/models", "evil.example"
-        assert call(url)[0] == 200
-        assert call(url, Host=rebound, Origin=f"http://{rebound}")[0] == 403
-        assert call(url, Host="localhost", Origin="http://localhost")[0] == 200
+        own = f"http://127.0.0.1:{server.port}"
+        for host in ("evil.example", f"EVIL.example:{server.port}", "127.0.0.1.evil.example", "[x"):
+            for path in ("/v1/models", "/v1/live", "/v1/videos/none/content", "/"):
+                status, refusal = call(own + path, Host=host)
+                assert (status, refusal["error"]["code"]) == (403, "name_refused"), (host, path)
+            assert call(f"{own}/v1/models", Host=host, Origin=f"http://{host}")[0] == 403
+            assert call(f"{own}/health", Host=host)[0] == 200
+        for host in ("localhost", "127.0.0.1", "[::1]:80", "server:80", "models.localhost"):
+            assert call(f"{own}/v1/models", Host=host, Origin=f"http://{host}")[0] == 200, host
+        assert call(f"{own}/v1/models", Host="localhost", Origin="http://evil.example")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("http", "answered"),
+    [
+        ({"host": "models.example"}, {"models.example", "localhost"}),
+        ({"cors_origins": ["https://site.example:8"]}, {"site.example", "localhost"}),
+        ({"cors_origins": ["*"]}, {"models.example", "site.example", "evil.example", "localhost"}),
+        ({"api_key": KEY}, {"models.example", "site.example", "evil.example", "localhost"}),
+    ],
+)
+def test_configured_names_are_answered(http: dict[str, Any], answered: set[str]) -> None:
+    app = FastAPI()
+    guards.install(app, HttpArgs(**http))
+    names = ("models.example", "site.example", "evil.example", "localhost")
+    client = TestClient(app)
+    found = {name: client.get("/", headers={"Host": name}).status_code for name in names}
+    assert found == {name: 404 if name in answered else 403 for name in names}
 
 
 def status_of(server: HttpServer) -> dict[str, Any]:

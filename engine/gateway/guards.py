@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -11,21 +10,22 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.host_check import HostCheck
 from omni_engine.stages.config import HttpArgs
 
 
 def install(app: FastAPI, http: HttpArgs) -> None:
     """Put the guards before the routes."""
     app.add_middleware(BodyLimit, most=http.max_body_bytes)
-    app.add_middleware(
-        OriginCheck, allowed=frozenset(http.cors_origins), has_key=http.api_key is not None
-    )
+    app.add_middleware(OriginCheck, allowed=frozenset(http.cors_origins))
+    if http.api_key is None:  # other sites' pages don't have it
+        app.add_middleware(HostCheck, http=http)
     if http.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(http.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # OpenAI's client sends a dozen of its own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
 
@@ -75,11 +75,10 @@ class OriginCheck:
     Args:
         app: what comes next.
         allowed: origins such as ``https://example.org``; ``*`` is all.
-        has_key: whether requests need a key, which another site's pages don't have.
     """
 
-    def __init__(self, app: ASGIApp, allowed: frozenset[str], has_key: bool) -> None:
-        self._app, self._allowed, self._has_key = app, allowed, has_key
+    def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
+        self._app, self._allowed = app, allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -99,17 +98,6 @@ class OriginCheck:
         if {origin, "*"} & self._allowed:
             return True
         try:
-            parts = urlsplit(origin)
-            name = parts.hostname or ""
+            return urlsplit(origin).netloc == host
         except ValueError:
             return False
-        return parts.netloc == host and (self._has_key or _is_local_name(name))
-
-
-def _is_local_name(name: str) -> bool:
-    """Whether no stranger can have a name of the internet lead here (DNS rebinding)."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return "." not in name or name.endswith((".localhost", ".local"))
-    return True
