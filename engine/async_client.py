@@ -214,7 +214,8 @@ class AsyncOmniClient(AsyncStatusCalls, AsyncLoRACalls):
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s)
         except asyncio.CancelledError:
-            self._connection.abort([handle.request_id for handle in handles if not handle.done])
+            unfinished = [handle.request_id for handle in handles if not handle.done]
+            self._connection.abort_own(unfinished)
             raise
         for handle in handles:
             if not handle.done:

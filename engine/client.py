@@ -217,7 +217,8 @@ class OmniClient(StatusCalls, LoRACalls):
                     handle.fail(RequestTimeoutError(f"not finished within {timeout_s:g} s"))
                     handle.abort()
         except BaseException:  # whatever it is: clean up, then pass it on
-            self.abort([handle.request_id for handle in handles if not handle.done])
+            unfinished = [handle.request_id for handle in handles if not handle.done]
+            self._connection.abort_own(unfinished)
             raise
 
 

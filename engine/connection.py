@@ -130,7 +130,7 @@ class Connection:
             EngineClosedError: if this connection is closed, or its engine's process has ended.
         """
         now = time.monotonic()
-        handles = [RequestHandle(request, self.abort, on_event) for request in requests]
+        handles = [RequestHandle(request, self.abort_own, on_event) for request in requests]
         fitting = [
             request
             for request, handle in zip(requests, handles, strict=True)
@@ -142,6 +142,10 @@ class Connection:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine to end requests; unknown ids are ignored."""
         self._conversation.abort(request_ids)
+
+    def abort_own(self, request_ids: Sequence[str]) -> None:
+        """Ask the engine to end requests of this connection; another client's stay as they are."""
+        self._conversation.abort(request_ids, own=True)
 
     def close(self) -> None:
         """Say goodbye and end the thread; what is pending ends with ``EngineClosedError``."""

@@ -111,14 +111,20 @@ class Conversation:
             message = messages.client_message(messages.SUBMIT, message_id, requests=wire)
             self.link.send(codec.encode(message))
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask the engine to end requests; unknown ids are ignored."""
-        self.link.do(functools.partial(self._abort_now, list(request_ids)))
+    def abort(self, request_ids: Sequence[str], *, own: bool = False) -> None:
+        """Ask the engine to end requests; unknown ids are ignored.
+
+        Args:
+            request_ids: the requests.
+            own: whether only requests of this client are meant; else any client's.
+        """
+        self.link.do(functools.partial(self._abort_now, list(request_ids), own))
 
     def close(self) -> None:
         """Say goodbye; what is pending ends with ``EngineClosedError``."""
         with self._lock:
             self._closed = self._closed or EngineClosedError("this client is closed")
+        self.link.do(lambda: self._send_aborts(self._pending.owed_aborts()))
         self.link.close()
 
     def engine_ended(self, error: EngineClosedError) -> None:
@@ -160,6 +166,8 @@ class Conversation:
         self._check_session(message)
         match message["type"]:
             case messages.EVENT:
+                if self._pending.note_known(message["request_id"]):
+                    self._send_aborts([message["request_id"]])
                 if (handle := self._pending.handle(message["request_id"])) is not None:
                     handle.note(message["status"])
             case messages.PROGRESS:
@@ -261,10 +269,11 @@ class Conversation:
         if (pending := self._pending.take(request_id)) is not None:
             pending.handle.fail(error)
 
-    def _abort_now(self, request_ids: list[str]) -> None:
-        for pending in self._pending.abort(request_ids):
+    def _abort_now(self, request_ids: list[str], own: bool) -> None:
+        ended, tell = self._pending.abort(request_ids, own=own)
+        for pending in ended:
             pending.handle.fail(RequestAbortedError("the request was aborted"))
-        self._send_aborts(request_ids)
+        self._send_aborts(tell)
 
     def _send_aborts(self, request_ids: list[str]) -> None:
         for some in batches(request_ids):

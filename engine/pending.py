@@ -40,6 +40,7 @@ class PendingRequest:
         since: when it was submitted first: seconds, monotonic.
         waits_for_room: whether it is submitted again when the engine's queue was full.
         attempts: how often it was submitted again after the engine had forgotten this client.
+        known: whether the engine has taken it in: until then its id may be another's.
         aborted: whether the user wants it to end.
         deferred: whether the engine does not have it, and it waits to be submitted again.
         message_id: of the message that submitted it last.
@@ -50,6 +51,7 @@ class PendingRequest:
     since: float
     waits_for_room: bool = False
     attempts: int = 0
+    known: bool = False
     aborted: bool = False
     deferred: bool = False
     message_id: int = 0
@@ -118,17 +120,46 @@ class PendingRequests:
             self._deferred.clear()
             return taken
 
-    def abort(self, request_ids: Iterable[str]) -> list[PendingRequest]:
-        """Note that requests are to end; return, and forget, those that the engine hasn't got."""
-        ended = []
+    def abort(
+        self, request_ids: Iterable[str], *, own: bool = False
+    ) -> tuple[list[PendingRequest], list[str]]:
+        """Note that requests are to end.
+
+        Args:
+            request_ids: the requests.
+            own: whether only requests of this client are meant; else any client's.
+
+        Returns:
+            Those that the engine hasn't got; they are forgotten. The ids to tell the engine now:
+            not those of requests that it may yet refuse because another one has that id.
+        """
+        ended: list[PendingRequest] = []
+        tell: list[str] = []
         with self._lock:
             for request_id in request_ids:
                 pending = self._requests.get(request_id)
                 if pending is not None:
                     pending.aborted = True
-                    if pending.deferred:
-                        ended.append(self._requests.pop(request_id))
-        return ended
+                if pending is None:
+                    tell += [] if own else [request_id]
+                elif pending.known:
+                    tell.append(request_id)
+                elif pending.deferred:
+                    ended.append(self._requests.pop(request_id))
+        return ended, tell
+
+    def note_known(self, request_id: str) -> bool:
+        """Note that the engine has taken a request in; True if it is now to be told to end it."""
+        pending = self._requests.get(request_id)
+        if pending is None or pending.known:
+            return False
+        pending.known = True
+        return pending.aborted
+
+    def owed_aborts(self) -> list[str]:
+        """Return the requests that are to end and of which the engine has not been told so."""
+        with self._lock:
+            return [i for i, one in self._requests.items() if one.aborted and not one.known]
 
     def defer(self, request_id: str, error: OmniError, now: float) -> bool:
         """Keep a refused request to submit it again; False if its refusal is its end.
@@ -183,6 +214,7 @@ class PendingRequests:
                 if pending.deferred:
                     continue
                 pending.attempts += 1
+                pending.known = False
                 if pending.attempts > MAX_ATTEMPTS:
                     del self._requests[request_id]
                     ended.append((pending, _given_up()))

@@ -201,6 +201,8 @@ def test_a_request_that_was_to_end_is_not_submitted_again(monkeypatch: pytest.Mo
         thread.join(20)
         client = stack.enter_context(opened[0])
         unwanted, wanted = client.submit("a"), client.submit("b")
+        asked = fake.receive("submit")
+        fake.answer(asked, "event", request_id=unwanted.request_id, status="waiting")
         unwanted.abort()
         fake.receive("abort")
         fake.answer(fake.receive("ping"), "pong", session="2")
@@ -446,6 +448,24 @@ def test_the_queue_is_bounded_per_client_and_in_all(tight: EngineProcess, gate: 
         for handle in (running, *mine[:PER_CLIENT], *theirs[: IN_ALL - PER_CLIENT]):
             handle.result(20).raise_for_error()
         until_idle(one)
+
+
+def test_ending_a_request_at_once_does_not_end_another_of_its_id(
+    tight: EngineProcess, gate: Gate
+) -> None:
+    with OmniClient(tight.endpoint) as owner, OmniClient(tight.endpoint) as other:
+        owned = owner.submit("owned", gate.held(), request_id="contested")
+        until_running(owned)
+        for _ in range(20):
+            refused = other.submit("other", gate.held(), request_id="contested")
+            refused.abort()
+            assert isinstance(refused.result(20).error, DuplicateRequestError)
+        mine = other.submit("mine", gate.held())
+        mine.abort()
+        assert mine.result(20).aborted
+        gate.open()
+        assert is_right(owned.result(20), "owned", 7)
+        until_idle(owner)
 
 
 def _requests(count: int, gate: Gate, prompt: str) -> list[Any]:

@@ -212,12 +212,24 @@ def test_aborted_requests_that_the_engine_has_not_got_end_here() -> None:
     requests.add(with_engine)
     requests.add(deferred)
     requests.defer("deferred", FULL, now=0.0)
-    assert requests.abort(["with", "deferred", "unknown"]) == [deferred]
+    assert not requests.note_known("with")
+    assert requests.abort(["with", "deferred", "unknown"]) == ([deferred], ["with", "unknown"])
     assert len(requests) == 1
     assert requests.take_due(60.0) == []
     again, ended = requests.forgotten()
     assert (again, ended) == ([with_engine], [])
     assert isinstance(with_engine.again(1.0), RequestAbortedError)
+
+
+def test_the_engine_is_told_to_end_a_request_once_it_has_taken_it_in() -> None:
+    """Until then its id may be another one's, whose request must not be ended."""
+    requests = PendingRequests()
+    requests.add(pending("new"))
+    assert requests.abort(["new"]) == ([], [])
+    assert requests.owed_aborts() == ["new"]
+    assert requests.note_known("new"), "now it is to be told"
+    assert not requests.note_known("new"), "once"
+    assert requests.owed_aborts() == []
 
 
 def test_a_request_is_submitted_again_only_so_often_and_with_the_time_that_is_left() -> None:
