@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from omni_engine.engine.adapter_room import AdapterRoom
 from omni_engine.engine.adapters import AdapterRegistry
@@ -139,8 +140,13 @@ class Admission:
         work = work_of(complete.sampling_params)
         return AdmittedRequest(complete, key, activation, complete.num_outputs, work)
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What requests get that leave sampling parameters out."""
+        return self._capabilities.defaults | self._model_defaults | self._stage_defaults
+
     def _complete(self, asked: OmniDiffusionSamplingParams) -> OmniDiffusionSamplingParams:
-        defaults = self._capabilities.defaults | self._model_defaults | self._stage_defaults
+        defaults = self.defaults
         if asked.sigmas is not None:
             _check_sigmas(asked)
             defaults["num_inference_steps"] = len(asked.sigmas)

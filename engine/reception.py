@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from omni_engine.engine.adapters import AdapterRegistry
 from omni_engine.engine.admission import Admission, AdmittedRequest
@@ -38,6 +39,11 @@ class Reception:
     def is_open(self) -> bool:
         """Whether it is known what the stage's model can do."""
         return self._admission is not None
+
+    @property
+    def defaults(self) -> dict[str, Any] | None:
+        """What requests get that leave sampling parameters out; None while that is not known."""
+        return None if self._admission is None else self._admission.defaults
 
     def take_in(self, live: LiveRequest, now: float) -> None:
         """Judge a new request, or park it.

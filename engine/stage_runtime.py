@@ -117,6 +117,12 @@ class StageRuntime:
         return self._dispatch.scheduler.num_running
 
     @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """What requests get that leave sampling parameters out, as far as that is known."""
+        known = self._reception.defaults
+        return self.stage.engine_args.default_sampling_params.given() if known is None else known
+
+    @property
     def effective_max_num_seqs(self) -> int:
         """What ``max_num_seqs`` comes to."""
         return effective_max_num_seqs(self.stage.engine_args, self.capabilities)

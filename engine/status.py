@@ -28,7 +28,7 @@ def describe_stage(stage: StageRuntime, now: float) -> dict[str, Any]:
         "deterministic": arguments.deterministic,
         "scheduling_policy": arguments.scheduling_policy,
         "request_batch_max_wait_ms": arguments.request_batch_max_wait_ms,
-        "default_sampling_params": arguments.default_sampling_params.given(),
+        "default_sampling_params": stage.default_sampling_params,
         "waiting": stage.num_waiting,
         "running": stage.num_running,
         "held": stage.held(),

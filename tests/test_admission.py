@@ -98,6 +98,18 @@ def test_private_fields_and_spelled_out_defaults_are_not_in_the_key(fields: dict
     assert hash(admit(**fields).key) == hash(admit().key)
 
 
+def test_the_defaults_that_are_told_are_those_that_requests_get() -> None:
+    args = EngineArgs(model="bundled", default_sampling_params={"num_inference_steps": 5})
+    declared = dataclasses.replace(
+        CAPABILITIES, defaults={"height": 1024, "width": 1024, "num_inference_steps": 50}
+    )
+    judge = Admission(args, Limits(), AdapterRegistry(args), declared)
+    asked = judge.admit(build_request("a", OmniDiffusionSamplingParams())).request.sampling_params
+    told = judge.defaults
+    assert (told["height"], told["num_inference_steps"]) == (64, 5)
+    assert {name: getattr(asked, name) for name in told} == told
+
+
 def test_one_output_is_what_requests_get_that_name_no_number() -> None:
     """Also where the number of outputs shapes the forward."""
     declared = dataclasses.replace(CAPABILITIES, per_request=frozenset({"seed"}))

@@ -24,7 +24,7 @@ class ServedModel:
     Attributes:
         name: that clients use.
         capabilities: None while it loads for the first time.
-        defaults: sampling parameters that its stage's configuration gives.
+        defaults: what requests get that leave sampling parameters out.
         step_execution: whether it runs in step mode.
         state: of its stage when it was last asked for, as in the engine's status.
     """

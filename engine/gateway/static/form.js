@@ -66,6 +66,7 @@ class DrawForm {
 
   showNote(model, video) {
     const needed = (model.required_inputs || []).join(", ");
+    byId("draw").disabled = Boolean(needed);
     const notes = [];
     if (video) notes.push(`${model.id} makes videos. They come when they are complete.`);
     if (needed) notes.push(`${model.id} also needs: ${needed}. Use the API for it.`);
@@ -118,13 +119,14 @@ class DrawForm {
   request(model, prompt) {
     const video = model.makes === "video";
     const defaults = model.defaults || {};
+    const chosen = byId("width").value || byId("height").value;
     const width = byId("width").value || defaults.width;
     const height = byId("height").value || defaults.height;
     const adapter = byId("adapter").value;
     const request = {
       model: model.id,
       prompt,
-      size: width && height ? `${width}x${height}` : undefined,
+      size: chosen && width && height ? `${width}x${height}` : undefined,
       num_inference_steps: numberIn("steps"),
       seed: numberIn("seed"),
       n: video ? undefined : numberIn("n"),
