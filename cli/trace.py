@@ -115,6 +115,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     descriptor, name = -1, ""
     try:
+        path = path.resolve()  # a link stays one
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -134,12 +135,15 @@ def _umask() -> int:
 
 def _check_place(path: Path) -> None:
     """Refuse a place for the file that can't be one, before anything is gathered."""
+    shown, path = path, path.resolve()
     if path.is_dir():
-        raise _unwritable(path, "it is a folder")
+        raise _unwritable(shown, "it is a folder")
+    if path.exists() and not path.is_file():
+        raise _unwritable(shown, "it is no regular file")
     if not path.parent.is_dir():
-        raise _unwritable(path, "there is no such folder")
+        raise _unwritable(shown, "there is no such folder")
     if not os.access(path.parent, os.W_OK):
-        raise _unwritable(path, "the folder may not be written to")
+        raise _unwritable(shown, "the folder may not be written to")
 
 
 def _unwritable(path: Path, why: str) -> ConfigError:

@@ -155,11 +155,12 @@ def test_only_allowed_origins_may_call(server: HttpServer) -> None:
         headers={
             "Origin": "https://allowed.example",
             "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
         },
     )
     with urllib.request.urlopen(preflight, timeout=60) as answer:
         assert answer.headers["access-control-allow-origin"] == "https://allowed.example"
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
 
 
 def test_the_documents_load_nothing_from_elsewhere(server: HttpServer) -> None:

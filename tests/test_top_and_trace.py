@@ -312,6 +312,19 @@ def test_a_trace_that_cant_be_written_is_refused_at_once(where: str, tmp_path: P
     assert "--out" in done.stderr
 
 
+def test_a_trace_replaces_files_only(engine: Omni, tmp_path: Path) -> None:
+    pipe, link, real = (tmp_path / name for name in ("pipe", "link.json", "real.json"))
+    os.mkfifo(pipe)
+    done = run("trace", "-o", str(pipe), "--connect", engine.endpoint)
+    assert (done.returncode, pipe.is_fifo()) == (2, True)
+    assert "no regular file" in done.stderr
+    link.symlink_to(real)
+    done = run("trace", "-o", str(link), "--connect", engine.endpoint)
+    assert done.returncode == 0, done.stderr
+    assert link.is_symlink()
+    check(read(real))
+
+
 def test_batches_that_still_run_reach_to_the_last_look() -> None:
     events = TraceEvents()
     box = {

@@ -15,6 +15,11 @@ from omni_engine.protocol.errors import nearest, shorten
 B = TypeVar("B", bound=BaseModel)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_EXPECTED = {
+    "size": 'WIDTHxHEIGHT, such as "1024x1024", or "auto"',
+    "lora": 'a mapping such as {"name": "sketch", "scale": 0.8}, or a list of such mappings',
+}
+"""What a field takes, where pydantic has no words for people."""
 
 
 class Body(BaseModel):
@@ -99,6 +104,9 @@ def refusal_of(errors: Sequence[Any]) -> GatewayError:
         return GatewayError(400, f"{param or 'The body'} is missing.", param)
     if first["type"] == "extra_forbidden":
         return GatewayError(400, f"There is no field {param!r}.", param, "unknown_field")
+    if param in _EXPECTED:
+        message = f"{param} can't be {shorten(repr(first['input']))}. Expected: {_EXPECTED[param]}."
+        return GatewayError(400, message, param)
     given = shorten(repr(first["input"])) if param else ""
     shown = f" Given: {given}." if given else ""
     return GatewayError(400, f"{param or 'The body'}: {first['msg']}.{shown}", param)
