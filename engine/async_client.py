@@ -158,27 +158,38 @@ class AsyncOmniClient(AsyncStatusCalls, AsyncLoRACalls):
         preview_every: int | None = None,
         preview_max_side: int | None = None,
         timeout_s: float | None = None,
+        in_thread: bool = False,
     ) -> AsyncRequestHandle:
         """Submit one request; see ``OmniClient.submit``.
+
+        ``in_thread`` checks and packs it outside the event loop, which a request with thousands of
+        values in its ``extra_args`` would hold up.
 
         Raises:
             EngineClosedError: if the client is closed, or its engine's process has ended.
             InvalidRequestError: if the request is wrong in itself.
         """
-        (request,) = build_requests(
-            [prompt],
-            sampling_params,
-            request_ids=[request_id],
-            model=model,
-            detached=detached,
-            preview_every=preview_every,
-            preview_max_side=preview_max_side,
-            timeout_s=timeout_s,
-        )
-        if isinstance(request, OmniError):
-            raise request
         handle = AsyncRequestHandle()
-        handle.bind(self._connection.submit([request], handle.notify)[0])
+
+        def hand_in() -> None:
+            (request,) = build_requests(
+                [prompt],
+                sampling_params,
+                request_ids=[request_id],
+                model=model,
+                detached=detached,
+                preview_every=preview_every,
+                preview_max_side=preview_max_side,
+                timeout_s=timeout_s,
+            )
+            if isinstance(request, OmniError):
+                raise request
+            handle.bind(self._connection.submit([request], handle.notify)[0])
+
+        if in_thread:
+            await asyncio.to_thread(hand_in)
+        else:
+            hand_in()
         return handle
 
     async def generate(

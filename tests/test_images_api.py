@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import itertools
 import json
 import random
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +28,14 @@ from support_pipelines import pattern
 from waiting import wait_for
 
 from omni_engine import OmniClient, OmniDiffusionSamplingParams
+from omni_engine.engine.async_client import AsyncOmniClient
 from omni_engine.engine.gateway import streaming
 from omni_engine.engine.gateway.catalog import ServedModel
+from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.image_jobs import (
     ImageJob,
+    checked_params,
     pictures_of,
     preview_interval,
     sampling_params,
@@ -37,6 +43,7 @@ from omni_engine.engine.gateway.image_jobs import (
 from omni_engine.engine.gateway.image_schemas import ImageGenerationRequest
 from omni_engine.engine.gateway.kept_files import KeptFiles
 from omni_engine.engine.gateway.mailbox import Mailbox, Partial
+from omni_engine.engine.gateway.weights import is_light
 from omni_engine.engine.handles import RequestEvent
 from omni_engine.protocol.outputs import DiffusionOutput
 
@@ -298,6 +305,70 @@ def test_a_wrong_field_is_named(
         client.images.generate(prompt=PROMPT, extra_body=fields)
     assert caught.value.param == param
     assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"extra_args": {"x": [1] * 70_000}}, None),
+        ({"extra_args": {"x": [[]] * 40_000}}, None),
+        ({"prompt": "x" * (5 << 20)}, None),
+        ({"extra_args": {"x": "y" * (3 << 20)}}, "message"),
+    ],
+)
+def test_more_than_a_request_may_hold_is_refused_at_once(
+    client: openai.OpenAI, fields: Any, param: str | None
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.images.generate(prompt=PROMPT, extra_body=fields)
+    assert (caught.value.status_code, caught.value.code) == (413, "message_too_large")
+    assert caught.value.param == param
+
+
+def test_what_holds_much_is_served_without_holding_up_the_event_loop(
+    client: openai.OpenAI, server: HttpServer
+) -> None:
+    much = {"holds": [[1000, "never reached"]] * 1000}
+    made = client.images.generate(model="gated", prompt="x", extra_body={"extra_args": much})
+    assert made.data is not None
+    threads: set[int] = set()
+
+    class Watched(dict[str, Any]):
+        def items(self) -> Any:
+            threads.add(threading.get_ident())
+            return super().items()
+
+    fields = ImageGenerationRequest.model_construct(prompt="x", extra_args=Watched(much))
+    assert not fields.is_light
+
+    async def prepare_and_submit() -> None:
+        with contextlib.closing(EncoderPool(1)) as encoders:
+            gateway: Any = SimpleNamespace(encoders=encoders)
+            params = await checked_params(gateway, fields)
+        prompt: Any = Watched(prompt="x")
+        async with AsyncOmniClient(server.endpoint) as engine:
+            handle = await engine.submit(prompt, params, model="gated", in_thread=True)
+            (await handle.result()).raise_for_error()
+
+    asyncio.run(prepare_and_submit())
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("value", "light"),
+    [
+        ({"a": [1] * 900}, True),
+        ({"a": [1] * 1001}, False),
+        ({str(key): key for key in range(1001)}, False),
+        ([[]] * 1001, False),
+        ([[[1] * 400] * 2] * 2, False),
+        (["x" * 70_000], False),
+        ([None, 7, "x"], True),
+    ],
+)
+def test_what_is_light(value: Any, light: bool) -> None:
+    assert is_light(value) is light
 
 
 def test_an_unknown_adapter_is_not_found(client: openai.OpenAI) -> None:

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
-from omni_engine.engine.gateway.bodies import checked_form, form_body
+from omni_engine.engine.gateway.bodies import form_body
 from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.edit_inputs import PICTURE_FIELDS, check_given, decoded, size_like
 from omni_engine.engine.gateway.image_jobs import (
     ImageJob,
     caller_id,
     check_background,
+    checked_params,
     model_for_pictures,
-    sampling_params,
 )
 from omni_engine.engine.gateway.image_results import ImagesAnswer
 from omni_engine.engine.gateway.image_schemas import ImageEditRequest
@@ -52,15 +52,14 @@ async def edit_images(
     request: Request, gateway: Annotated[Gateway, Depends(gateway_of)]
 ) -> Response:
     """Change a picture. Mappings (`lora`, `extra_args`, `stream_options`) are JSON texts."""
-    form = await form_body(request, PICTURE_FIELDS, _NESTED)
-    fields = checked_form(form, ImageEditRequest)
+    fields, given = await form_body(request, ImageEditRequest, PICTURE_FIELDS, _NESTED)
     finding = model_for_pictures(gateway, fields, loaded=True)
     model = await while_connected(request.receive, finding)
     check_background(fields, model)
-    check_given(form.pictures, model)
-    inputs = await decoded(gateway, form.pictures, model)
+    check_given(given, model)
+    inputs = await decoded(gateway, given, model)
     like_input = size_like(inputs, model, gateway.limits.max_side)
-    params = sampling_params(fields, **_more(fields, like_input))
+    params = await checked_params(gateway, fields, **_more(fields, like_input))
     job = ImageJob(fields, model, params, inputs, caller_id(request))
     return await respond(request, gateway, job, "image_edit")
 

@@ -72,6 +72,7 @@ class ImageJob:
             preview_every=every,
             preview_max_side=None if every is None else self._longest_side(),
             timeout_s=self.fields.timeout_s,
+            in_thread=not self.fields.is_light,
         )
 
     def _preview_every(self) -> int | None:
@@ -161,6 +162,19 @@ def sampling_params(fields: ImageFields, **more: Any) -> OmniDiffusionSamplingPa
             **more,
         }
     )
+
+
+async def checked_params(
+    gateway: Gateway, fields: ImageFields, **more: Any
+) -> OmniDiffusionSamplingParams:
+    """Return ``sampling_params``, off the event loop where they hold much.
+
+    Raises:
+        OmniError: for a value that no engine takes.
+    """
+    if fields.is_light:
+        return sampling_params(fields, **more)
+    return await gateway.encoders.run(sampling_params, fields, **more)
 
 
 def check_background(fields: ImageFields, model: ServedModel) -> None:

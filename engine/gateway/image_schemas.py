@@ -13,6 +13,7 @@ from omni_engine.engine.gateway.picture_encoding import (
     PictureFormat,
 )
 from omni_engine.engine.gateway.validation import Body
+from omni_engine.engine.gateway.weights import is_light
 from omni_engine.protocol.sampling import (
     MAX_COMPOSED_ADAPTERS,
     MAX_NAME_CHARS,
@@ -173,6 +174,11 @@ class ImageFields(Body):
         """How pictures are written."""
         quality = 100 if self.output_compression is None else self.output_compression
         return PictureFormat(self.output_format or "png", quality, self.background != "opaque")
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it is so small that it is checked and packed at once."""
+        return is_light([self.prompt, self.negative_prompt, self.extra_args])
 
     @property
     def tells_progress(self) -> bool:

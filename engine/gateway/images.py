@@ -17,9 +17,9 @@ from omni_engine.engine.gateway.image_jobs import (
     ImageJob,
     caller_id,
     check_background,
+    checked_params,
     model_for_pictures,
     pictures_of,
-    sampling_params,
 )
 from omni_engine.engine.gateway.image_results import ImagesAnswer
 from omni_engine.engine.gateway.image_schemas import ImageGenerationRequest
@@ -51,7 +51,8 @@ async def create_images(
     fields = await json_body(request, ImageGenerationRequest)
     model = await while_connected(request.receive, model_for_pictures(gateway, fields))
     check_background(fields, model)
-    job = ImageJob(fields, model, sampling_params(fields), request_id=caller_id(request))
+    params = await checked_params(gateway, fields)
+    job = ImageJob(fields, model, params, request_id=caller_id(request))
     return await respond(request, gateway, job, "image_generation")
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.weights import refuse_crowded
 from omni_engine.protocol.errors import nearest, shorten
 
 B = TypeVar("B", bound=BaseModel)
@@ -67,8 +68,9 @@ class Body(BaseModel):
         """Read a body of JSON.
 
         Raises:
-            GatewayError: naming the field that is wrong.
+            GatewayError: 413 if it holds too many values, 400 naming the field that is wrong.
         """
+        refuse_crowded(text)
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 from starlette.datastructures import UploadFile
 
-from omni_engine.engine.gateway.bodies import checked_form, form_body, json_body
+from omni_engine.engine.gateway.bodies import PICTURE_BODY_BYTES, form_body, json_body
 from omni_engine.engine.gateway.video_schemas import InputReference, VideoRequest
 
 REFERENCE = "input_reference"
@@ -21,10 +21,9 @@ async def read_request(request: Request) -> tuple[VideoRequest, UploadFile | str
         GatewayError: if the body is neither JSON nor a form, or naming the field that is wrong.
     """
     if "json" not in request.headers.get("content-type", ""):
-        form = await form_body(request, {REFERENCE: 1}, _NESTED)
-        wanted = checked_form(form, VideoRequest)
-        return wanted, next(iter(form.pictures.get(REFERENCE, ())), None)
-    wanted = await json_body(request, VideoRequest)
+        wanted, given = await form_body(request, VideoRequest, {REFERENCE: 1}, _NESTED)
+        return wanted, next(iter(given.get(REFERENCE, ())), None)
+    wanted = await json_body(request, VideoRequest, PICTURE_BODY_BYTES)
     source = wanted.input_reference
     return wanted, source.image_url if isinstance(source, InputReference) else source
 

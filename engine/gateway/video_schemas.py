@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 from omni_engine.engine.gateway.image_results import AppliedLora, Metrics
 from omni_engine.engine.gateway.image_schemas import Guidance, Lora, LoraChoice, Whole
 from omni_engine.engine.gateway.validation import Body
+from omni_engine.engine.gateway.weights import is_light
 from omni_engine.protocol.sampling import MAX_NAME_CHARS, MAX_SEED, LoRARequest
 
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
@@ -92,6 +93,11 @@ class VideoRequest(Body):
         if isinstance(self.lora, LoraChoice):
             return LoRARequest(self.lora.name, self.lora.scale)
         return [LoRARequest(one.name, one.scale) for one in self.lora]
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it is so small that it is checked and packed at once."""
+        return is_light([self.prompt, self.negative_prompt, self.extra_args])
 
     @property
     def height_and_width(self) -> tuple[int, int] | None:

@@ -74,7 +74,10 @@ async def create_video(
         told = f"The model {model.name!r} starts from a picture: give one as input_reference."
         raise GatewayError(400, told, REFERENCE)
     try:
-        plan = plan_of(wanted, model, able)
+        if wanted.is_light:
+            plan = plan_of(wanted, model, able)
+        else:
+            plan = await gateway.encoders.run(plan_of, wanted, model, able)
         inputs = {} if source is None else {"image": await picture_from(gateway, source, REFERENCE)}
         name = caller_id(request)
         job = await jobs.submit(wanted.prompt, inputs, model.name, plan, name)
