@@ -1,4 +1,4 @@
-"""An engine's private directory, removed at its end, or by the next engine if it was killed."""
+"""A process's private directory, removed at its end, or by the next one if it was killed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from omni_engine.protocol import plans
 logger = logging.getLogger(__name__)
 
 _ALIVE = "alive"
-"""A file that a living engine holds a lock on; who can lock it knows that the engine is dead."""
+"""A file that a living owner holds a lock on; who can lock it knows that the owner is dead."""
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """Make a directory of mode 0700 for as long as the context lasts.
 
-    Directories of engines that were killed together with their workers are removed first.
+    Directories of engines that were killed together with their workers, and of their gateways, are
+    removed first.
     """
     _remove_abandoned()
     directory = Path(tempfile.mkdtemp(prefix=plans.PRIVATE_DIRECTORY_PREFIX))
@@ -55,7 +56,7 @@ def _remove_if_abandoned(place: Path) -> None:
     descriptor = os.open(place / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        logger.info("removing %s, which an engine that was killed left", place)
+        logger.info("removing %s, which a process that was killed left", place)
         shutil.rmtree(place, ignore_errors=True)
     finally:
         os.close(descriptor)

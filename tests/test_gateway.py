@@ -56,6 +56,11 @@ def gateway_of(server: HttpServer) -> psutil.Process:
     return wait_for(running)[0]
 
 
+def private_directory_of(gateway: psutil.Process) -> Path:
+    found = [Path(file.path) for file in gateway.open_files()]
+    return next(path.parent for path in found if path.name == "alive")
+
+
 def encoding_s(gateway: psutil.Process) -> float:
     """Processor time of the gateway's busiest thread beside the event loop's."""
     return max(t.user_time for t in gateway.threads() if t.id != gateway.pid)
@@ -176,9 +181,12 @@ def test_a_gateways_life() -> None:
     """Killed, it comes back; it tells how its engine does; at the end it gives its last answer."""
     with http_server(*ENGINE, "--worker-restart-backoff-s", "3") as server:
         first = gateway_of(server)
+        left = private_directory_of(first)
         first.kill()
         assert draw(server, seed=1)[0] == 200  # the socket listens meanwhile
         assert gateway_of(server).pid != first.pid
+        own = private_directory_of(gateway_of(server))
+        assert (left.exists(), own.exists()) == (False, True)
         assert any("the HTTP gateway ended, exit code -9" in line for line in server.errors)
 
         server.process.send_signal(signal.SIGSTOP)
@@ -210,6 +218,7 @@ def test_a_gateways_life() -> None:
             while chunk := connection.recv(65536):
                 answer += chunk
         assert server.process.wait(60) == 0
+        assert not own.exists()
         assert answer.startswith(b"HTTP/1.1 200 OK")
         assert b'"b64_json"' in answer
 
@@ -217,6 +226,7 @@ def test_a_gateways_life() -> None:
 def test_it_warns_of_an_open_door_and_ends_with_a_killed_engine_whatever_it_does() -> None:
     def kill(server: HttpServer) -> None:
         gateway = gateway_of(server)
+        own = private_directory_of(gateway)
         body = json.dumps({"prompt": "x", "size": "8192x8192", "output_format": "webp"}).encode()
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(
@@ -227,6 +237,7 @@ def test_it_warns_of_an_open_door_and_ends_with_a_killed_engine_whatever_it_does
             wait_for(lambda: encoding_s(gateway) > 1, 60)  # it takes more than 20 s
             server.process.kill()
             gateway.wait(15)
+            assert not own.exists()
 
     noise = ("--pipeline", "support_pipelines:NoisePipeline", "--name", "noise")
     large = ("--max-pixels", str(8192**2), "--max-side", "8192")

@@ -9,7 +9,7 @@ import re
 import socket
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import av
 import httpx2
 import numpy as np
 import openai
+import psutil
 import pytest
 from families_video import VIDEO_FAMILIES
 from http_server import HttpServer, http_server
@@ -42,6 +43,7 @@ from omni_engine.engine.gateway.video_models import able_to_make_videos
 from omni_engine.engine.gateway.video_requests import VideoPlan, plan_of
 from omni_engine.engine.gateway.video_schemas import VideoRequest
 from omni_engine.engine.live_request import PROGRESS_INTERVAL_S
+from omni_engine.engine.private_directory import private_directory
 from omni_engine.protocol.plans import PipelineCapabilities
 from omni_engine.stages.config import HttpArgs, Limits
 
@@ -379,13 +381,13 @@ def test_a_full_queue_refuses_and_lists_go_page_by_page(
 async def jobs_at(
     endpoint: str, reconnect_timeout_s: float = 15.0, **http: Any
 ) -> AsyncIterator[VideoJobs]:
-    encoders = EncoderPool(1)
-    async with AsyncOmniClient(endpoint, reconnect_timeout_s=reconnect_timeout_s) as client:
-        gateway = Gateway(client, Catalog(client), HttpArgs(**http), Limits(), encoders)
-        jobs = VideoJobs(gateway)
-        yield jobs
-        await jobs.close()
-    encoders.close()
+    with private_directory() as directory, closing(EncoderPool(1)) as encoders:
+        async with AsyncOmniClient(endpoint, reconnect_timeout_s=reconnect_timeout_s) as client:
+            settings = HttpArgs(**http)
+            gateway = Gateway(client, Catalog(client), settings, Limits(), encoders, directory)
+            jobs = VideoJobs(gateway)
+            yield jobs
+            await jobs.close()
 
 
 def submitted(jobs: VideoJobs, model: str = "clips", **fields: Any) -> Awaitable[VideoJob]:
@@ -427,6 +429,12 @@ def test_the_oldest_go_when_there_is_no_room(server: HttpServer) -> None:
                 made.append(await submitted(jobs))
                 await eventually(lambda: made[-1].status == "completed")
             assert [knows(jobs, job) for job in made] == [False, False, True, True]
+            files = [Path(job.file.path) for job in made if job.file is not None]
+            await eventually(lambda: len(list(files[0].parent.iterdir())) == 1 + len(files))
+            held = {file.path for file in psutil.Process().open_files()}
+            assert held.isdisjoint(map(str, files))  # no descriptor for an hour
+            del made[:]
+            assert [file.exists() for file in files] == [False, False, True, True]
         async with jobs_at(server.endpoint, max_kept_bytes=one - 1) as jobs:
             job = await submitted(jobs)
             await eventually(lambda: job.status == "failed")

@@ -29,6 +29,7 @@ from omni_engine.engine.gateway.catalog import Catalog
 from omni_engine.engine.gateway.encoders import EncoderPool
 from omni_engine.engine.gateway.settings import GatewaySettings
 from omni_engine.engine.gateway.state import Gateway
+from omni_engine.engine.private_directory import private_directory
 
 _CONNECT_S = 60.0
 """How long the engine may take to answer at first; it is busy when workers start."""
@@ -54,17 +55,17 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         observe = app.state.http_figures.encode_seconds.observe
-        encoders = EncoderPool(settings.http.encoder_threads, observe)
-        try:
+        with (
+            private_directory() as directory,
+            contextlib.closing(EncoderPool(settings.http.encoder_threads, observe)) as encoders,
+        ):
             async with AsyncOmniClient(
                 settings.endpoint, connect_timeout_s=_CONNECT_S, keys=settings.keys
             ) as client:
                 app.state.gateway = Gateway(
-                    client, Catalog(client), settings.http, settings.limits, encoders
+                    client, Catalog(client), settings.http, settings.limits, encoders, directory
                 )
                 yield
-        finally:
-            encoders.close()
 
     app = FastAPI(
         title="omni-engine",

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -70,9 +72,9 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
         if not said:
             loop.remove_reader(_STDIN)
             server.config.timeout_graceful_shutdown = _LAST_WORDS_S if told_to_end else _ORPHANED_S
-            if not told_to_end:
-                _exit_in(2 * _ORPHANED_S)  # nobody says goodbye to the dead
             gateway: Gateway | None = getattr(app.state, "gateway", None)
+            if not told_to_end:  # nobody says goodbye to the dead
+                _exit_in(2 * _ORPHANED_S, None if gateway is None else gateway.directory)
             if gateway is not None:
                 gateway.closing.set()
             server.should_exit = True
@@ -87,9 +89,15 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
             await announcing
 
 
-def _exit_in(seconds: float) -> None:
-    """End this process then, whatever its loop and its threads do."""
-    timer = threading.Timer(seconds, os._exit, (1,))
+def _exit_in(seconds: float, directory: Path | None) -> None:
+    """Remove a directory and end this process then, whatever its loop and its threads do."""
+
+    def leave() -> None:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, leave)
     timer.daemon = True  # an end in order need not wait for it
     timer.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from fastapi import Request
@@ -27,6 +28,7 @@ class Gateway:
         http: the deploy file's section.
         limits: the engine's.
         encoders: threads for work that would hold up the event loop.
+        directory: this process's own, for files; it is removed at its end.
         files: pictures that were asked for as URLs.
         pulse: tells how the engine does.
         started: when this process began: unix seconds.
@@ -38,6 +40,7 @@ class Gateway:
     http: HttpArgs
     limits: Limits
     encoders: EncoderPool
+    directory: Path
     files: KeptFiles = field(init=False)
     pulse: Pulse = field(init=False)
     started: float = field(default_factory=time.time)

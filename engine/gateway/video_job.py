@@ -6,8 +6,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from omni_engine.engine.gateway.disk_file import DiskFile
 from omni_engine.engine.gateway.errors import GatewayError
-from omni_engine.engine.gateway.unnamed_file import UnnamedFile
 from omni_engine.engine.gateway.video_requests import VideoPlan
 from omni_engine.engine.gateway.video_schemas import VideoStatus
 from omni_engine.protocol.outputs import DiffusionOutput
@@ -56,7 +56,7 @@ class VideoJob:
     output: DiffusionOutput | None = None
     size: tuple[int, int] | None = None
     num_frames: int | None = None
-    file: UnnamedFile | None = None
+    file: DiskFile | None = None
     thumbnail: bytes = b""
     unwanted: threading.Event = field(default_factory=threading.Event)
 

@@ -8,12 +8,13 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from omni_engine.engine.async_client import AsyncRequestHandle
+from omni_engine.engine.gateway.disk_file import DiskFile
 from omni_engine.engine.gateway.errors import GatewayError, from_engine
 from omni_engine.engine.gateway.state import Gateway
-from omni_engine.engine.gateway.unnamed_file import UnnamedFile
 from omni_engine.engine.gateway.video_encoding import (
     Frames,
     Sound,
@@ -23,6 +24,7 @@ from omni_engine.engine.gateway.video_encoding import (
 )
 from omni_engine.engine.gateway.video_job import VideoJob
 from omni_engine.engine.gateway.video_requests import VideoPlan
+from omni_engine.engine.gateway.weights import is_light
 from omni_engine.protocol.errors import OmniError, PipelineContractError
 from omni_engine.protocol.outputs import DiffusionOutput
 
@@ -69,11 +71,13 @@ class VideoJobs:
         Raises:
             OmniError: why the engine refuses it.
         """
+        params = plan.params
         handle = await self._gateway.client.submit(
             {"prompt": prompt, "multi_modal_data": dict(inputs)},
-            plan.params,
+            params,
             model=model,
             request_id=request_id,
+            in_thread=not is_light([prompt, params.negative_prompt, params.extra_args]),
         )
         async for first in handle.events():
             if first.status.startswith("finished"):
@@ -187,7 +191,9 @@ class VideoJobs:
         job.num_frames, job.size = len(frames), even_size(*frames.shape[1:3])
         run, cancelled = self._gateway.encoders.run, job.unwanted.is_set
         async with self._turns:
-            job.file, job.thumbnail = await run(_files_of, frames, job.plan.fps, sound, cancelled)
+            job.file, job.thumbnail = await run(
+                _files_of, self._gateway.directory, frames, job.plan.fps, sound, cancelled
+            )
         most = self._gateway.http.max_kept_bytes
         if job.kept_bytes > most:
             told = f"The video's file is larger than {most} bytes (http.max_kept_bytes)."
@@ -224,8 +230,12 @@ def video_error(error: OmniError) -> GatewayError:
 
 
 def _files_of(
-    frames: Frames, fps: float, sound: Sound | None, cancelled: Callable[[], bool]
-) -> tuple[UnnamedFile, bytes]:
-    file = UnnamedFile()
+    directory: Path,
+    frames: Frames,
+    fps: float,
+    sound: Sound | None,
+    cancelled: Callable[[], bool],
+) -> tuple[DiskFile, bytes]:
+    file = DiskFile(directory)
     encode_video(file.path, frames, fps, sound, cancelled)
     return file, encode_thumbnail(frames[0])
