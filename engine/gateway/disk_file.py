@@ -9,7 +9,11 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.responses import FileResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from omni_engine.engine.gateway.errors import GatewayError
 
 
 class DiskFile:
@@ -48,6 +52,32 @@ class _DiskFileResponse(FileResponse):
     def __init__(self, file: DiskFile, media_type: str, headers: dict[str, str]) -> None:
         super().__init__(file.path, headers=headers, media_type=media_type)
         self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it.
+
+        Raises:
+            GatewayError: if the part that is asked for can't be had.
+        """
+
+        async def checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                raise _no_such_part(message["status"], Headers(raw=message["headers"]))
+            await send(message)
+
+        await super().__call__(scope, receive, checked)
+
+
+def _no_such_part(status: int, headers: Headers) -> GatewayError:
+    size = headers.get("content-range")
+    told = "is malformed" if size is None else f"asks for what is not there ({size})"
+    return GatewayError(
+        status,
+        f"The Range header {told}. Expected: bytes=FIRST-LAST, counted from 0.",
+        "Range",
+        "invalid_range",
+        None if size is None else {"Content-Range": size},
+    )
 
 
 def _remove(path: str) -> None:
