@@ -23,6 +23,7 @@ from omni_engine.engine.gateway import (
     models,
     openapi,
     page,
+    uploads,
     videos,
 )
 from omni_engine.engine.gateway.catalog import Catalog
@@ -77,6 +78,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     errors.install(app)
     openapi.install(app)
+    uploads.install(app, settings.limits)
     guards.install(app, settings.http)
     metrics.install(app)
     for router in ROUTERS:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "omni_engine.engine.gateway.process"
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
-_BACKLOG = 2048
+BACKLOG = 2048
 GOODBYE = b"."
 """What an engine that ends says to its gateway; one that was killed just closes the pipe."""
 
@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
-            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

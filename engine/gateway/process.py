@@ -15,8 +15,10 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from omni_engine.engine.file_limits import raise_file_limit
 from omni_engine.engine.gateway.app import create_app
-from omni_engine.engine.gateway.launcher import GOODBYE
+from omni_engine.engine.gateway.connections import BoundedConnection, most_connections
+from omni_engine.engine.gateway.launcher import BACKLOG, GOODBYE
 from omni_engine.engine.gateway.settings import GatewaySettings
 from omni_engine.engine.gateway.state import Gateway
 from omni_engine.protocol import pipes
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _LAST_WORDS_S = 10
 """How long answers under way may take once the engine has ended in order."""
+_ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before those beyond the limit are refused: few, so that they don't
+take the last descriptors."""
 _ORPHANED_S = 1
 """The same once it was killed: no results come any more."""
 
@@ -44,8 +49,12 @@ def main() -> int:
     start_logging("gateway", "INFO", stderr_writer())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     app = create_app(settings)
+    most = most_connections(raise_file_limit())
     config = uvicorn.Config(
         app,
+        http=type("GatewayConnection", (BoundedConnection,), {"most": most}),
+        ws="none",
+        backlog=_ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_LAST_WORDS_S,
@@ -80,7 +89,7 @@ async def _serve(server: uvicorn.Server, app: FastAPI, listener: socket.socket, 
             server.should_exit = True
 
     loop.add_reader(_STDIN, on_input)
-    announcing = asyncio.create_task(_announce_when_up(server, news))
+    announcing = asyncio.create_task(_announce_when_up(server, listener, news))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -102,9 +111,10 @@ def _exit_in(seconds: float, directory: Path | None) -> None:
     timer.start()
 
 
-async def _announce_when_up(server: uvicorn.Server, news: int) -> None:
+async def _announce_when_up(server: uvicorn.Server, listener: socket.socket, news: int) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
+    listener.listen(BACKLOG)  # that many may wait, though fewer are accepted at once
     with contextlib.suppress(BrokenPipeError):  # the engine has gone; standard input tells
         pipes.write_message(news, {"started": True})
     os.close(news)
