@@ -34,6 +34,7 @@ _MEANINGS = {
     409: "It clashes with another request, or was aborted.",
     413: "The body is too large.",
     415: "The body's Content-Type is another one.",
+    416: "There is no such part.",
     422: "The adapter can't be used.",
     429: "The queue is full; try again after `Retry-After`.",
     500: "The model or the server failed.",
