@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
@@ -22,6 +23,7 @@ from PIL import Image
 from tiny_models import save_tiny_stable_diffusion, tiny_stable_diffusion
 
 from omni_engine import OmniClient, OmniDiffusionSamplingParams
+from omni_engine.engine.gateway.byte_budget import ByteBudget, Lease
 from omni_engine.engine.gateway.catalog import ServedModel
 from omni_engine.engine.gateway.edit_inputs import size_like
 from omni_engine.engine.gateway.errors import GatewayError
@@ -242,6 +244,50 @@ def test_small_files_cannot_hold_more_than_the_engine_takes(server: HttpServer) 
     status, body = post(server, {"image": large, "image[]": large, "image[0]": large},
                         model="img2img")  # fmt: skip
     assert (status, body["error"]["param"]) == (413, "image")
+    undecodable = file_of(pixels(200, 200))[:5000]  # refused for what its header says
+    status, body = post(server, {"image": undecodable, "image[]": undecodable,
+                                 "image[0]": undecodable}, model="img2img")  # fmt: skip
+    assert (status, body["error"]["param"]) == (413, "image")
+
+
+def test_room_for_pictures_is_given_back(server: HttpServer) -> None:
+    files = {"image": file_of(Image.new("RGB", (200, 200))), "mask": file_of(MASK)}
+    for _ in range(12):  # more than there is room for at a time
+        status, body = post(server, files, model="inpaint")
+        assert (status, body["error"]["param"]) == (400, "mask")
+
+
+def test_room_is_lent_in_order_and_never_to_those_who_left() -> None:
+    got: list[str] = []
+
+    async def want(name: str, lease: Lease, size: int) -> None:
+        await lease.take(size)
+        got.append(name)
+
+    async def run() -> None:
+        budget = ByteBudget(100)
+        leases = {name: Lease(budget) for name in ("first", "large", "left", "small")}
+        await want("first", leases["first"], 60)
+        sizes = {"large": 70, "left": 90, "small": 30}
+        tasks = {n: asyncio.create_task(want(n, leases[n], size)) for n, size in sizes.items()}
+        await asyncio.sleep(0)
+        assert got == ["first"]  # nobody overtakes, whatever fits
+        tasks["left"].cancel()
+        leases["first"].end()
+        await asyncio.wait([tasks["large"], tasks["small"]])
+        assert got == ["first", "large", "small"]
+        for lease in leases.values():
+            lease.end()
+        await want("all", Lease(budget), 100)
+        waiting = asyncio.create_task(want("late", leases["first"], 50))
+        await asyncio.sleep(0)
+        budget.give_back(100)
+        waiting.cancel()  # in the moment in which it is lent
+        await asyncio.wait([waiting])
+        await asyncio.wait_for(want("all", Lease(budget), 100), 30)
+
+    asyncio.run(run())
+    assert got == ["first", "large", "small", "all", "all"]
 
 
 def test_pictures_by_url(server: HttpServer, site: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
-from starlette.datastructures import UploadFile
-
+from omni_engine.engine.gateway.bodies import Given
+from omni_engine.engine.gateway.byte_budget import Lease
 from omni_engine.engine.gateway.catalog import ServedModel
 from omni_engine.engine.gateway.errors import GatewayError
-from omni_engine.engine.gateway.picture_inputs import Pixels, decode_mask, decode_picture, mask_of
-from omni_engine.engine.gateway.picture_sources import picture_from
+from omni_engine.engine.gateway.picture_inputs import Pixels, mask_of
+from omni_engine.engine.gateway.picture_sources import pictures_from
 from omni_engine.engine.gateway.state import Gateway
 
 MOST_PICTURES = 16
@@ -18,8 +19,6 @@ PICTURE_FIELDS = {"image": MOST_PICTURES, "mask": 1, "control_image": MOST_PICTU
 """The form's fields for pictures, and how many each may have."""
 
 _ENGINE_NAMES = {"image": "image", "mask": "mask_image", "control_image": "control_image"}
-
-Given = dict[str, list[UploadFile | str]]
 
 
 def check_given(given: Given, model: ServedModel) -> None:
@@ -49,7 +48,9 @@ def check_given(given: Given, model: ServedModel) -> None:
             raise _missing(field, model)
 
 
-async def decoded(gateway: Gateway, given: Given, model: ServedModel) -> dict[str, Any]:
+async def decoded(
+    gateway: Gateway, given: Given, model: ServedModel, lease: Lease
+) -> dict[str, Any]:
     """Return the engine's inputs.
 
     Args:
@@ -57,20 +58,17 @@ async def decoded(gateway: Gateway, given: Given, model: ServedModel) -> dict[st
         given: files and URLs by the form's fields.
         model: that runs them. If it needs a mask and none is given, it is in the picture's
             transparency.
+        lease: takes the room for them.
 
     Raises:
         GatewayError: if one can't be had or read, or they don't fit together.
     """
+    flat = [(field, source) for field, sources in given.items() for source in sources]
+    found = iter(await pictures_from(gateway, flat, lease))
     inputs: dict[str, Any] = {}
-    left = gateway.limits.max_message_bytes
     for field, sources in given.items():
-        decode = decode_mask if field == "mask" else decode_picture
-        found: list[Pixels] = []
-        for source in sources:  # one by one: small files may hold large pictures
-            found.append(await picture_from(gateway, source, field, decode))
-            if (left := left - found[-1].nbytes) < 0:
-                raise _too_much(field, gateway.limits.max_message_bytes)
-        inputs[_ENGINE_NAMES[field]] = found[0] if len(found) == 1 else found
+        own = list(itertools.islice(found, len(sources)))
+        inputs[_ENGINE_NAMES[field]] = own[0] if len(own) == 1 else own
     picture = _first(inputs.get("image"))
     able = model.capabilities
     if able is not None and "mask_image" in able.required_inputs and "mask_image" not in inputs:
@@ -123,16 +121,6 @@ def _check_same_size(mask: Pixels, picture: Pixels) -> None:
         raise GatewayError(
             400, f"The mask is {sizes[0]}, but the picture is {sizes[1]}: they must agree.", "mask"
         )
-
-
-def _too_much(field: str, most: int) -> GatewayError:
-    return GatewayError(
-        413,
-        f"The pictures have more than {most} bytes in all once they are decoded "
-        "(limits.max_message_bytes). Send fewer or smaller ones.",
-        field,
-        "message_too_large",
-    )
 
 
 def _missing(field: str, model: ServedModel) -> GatewayError:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
 from omni_engine.engine.gateway.bodies import form_body
+from omni_engine.engine.gateway.byte_budget import Lease
 from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.edit_inputs import PICTURE_FIELDS, check_given, decoded, size_like
 from omni_engine.engine.gateway.image_jobs import (
@@ -21,7 +22,7 @@ from omni_engine.engine.gateway.image_results import ImagesAnswer
 from omni_engine.engine.gateway.image_schemas import ImageEditRequest
 from omni_engine.engine.gateway.images import respond
 from omni_engine.engine.gateway.openapi import errors_of_requests, event_stream, takes_form
-from omni_engine.engine.gateway.state import Gateway, gateway_of
+from omni_engine.engine.gateway.state import Gateway, gateway_of, lease_of
 
 router = APIRouter(prefix="/v1/images", tags=["images"], dependencies=[Depends(require_key)])
 
@@ -49,7 +50,9 @@ _PICTURES = {
     openapi_extra=takes_form(ImageEditRequest, _PICTURES, ["image"]),
 )
 async def edit_images(
-    request: Request, gateway: Annotated[Gateway, Depends(gateway_of)]
+    request: Request,
+    gateway: Annotated[Gateway, Depends(gateway_of)],
+    lease: Annotated[Lease, Depends(lease_of)],
 ) -> Response:
     """Change a picture. Mappings (`lora`, `extra_args`, `stream_options`) are JSON texts."""
     fields, given = await form_body(request, ImageEditRequest, PICTURE_FIELDS, _NESTED)
@@ -57,7 +60,7 @@ async def edit_images(
     model = await while_connected(request.receive, finding)
     check_background(fields, model)
     check_given(given, model)
-    inputs = await decoded(gateway, given, model)
+    inputs = await while_connected(request.receive, decoded(gateway, given, model, lease))
     like_input = size_like(inputs, model, gateway.limits.max_side)
     params = await checked_params(gateway, fields, **_more(fields, like_input))
     job = ImageJob(fields, model, params, inputs, caller_id(request))

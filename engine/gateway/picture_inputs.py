@@ -63,12 +63,29 @@ def decode_mask(data: bytes, param: str, most_pixels: int) -> Pixels:
     return np.asarray(picture.convert("L"))
 
 
+def decoded_bytes(data: bytes, param: str, most_pixels: int, *, is_mask: bool = False) -> int:
+    """Return how many bytes a picture's array has at most, from the file's header alone.
+
+    Args:
+        data: a PNG, JPEG or WebP file.
+        param: the HTTP field that it came in, for errors.
+        most_pixels: width x height that it may have.
+        is_mask: whether it becomes a mask.
+
+    Raises:
+        GatewayError: if it is no such picture, or too large.
+    """
+    picture = _opened(data, param, most_pixels, decode=False)
+    channels = 1 if is_mask else 4 if picture.has_transparency_data else 3
+    return picture.width * picture.height * channels
+
+
 def mask_of(pixels: Pixels) -> Pixels:
     """Return the mask in a picture's transparency: 255 where shape (height, width, 4) has none."""
     return np.ascontiguousarray(255 - pixels[..., 3])
 
 
-def _opened(data: bytes, param: str, most_pixels: int) -> Image.Image:
+def _opened(data: bytes, param: str, most_pixels: int, *, decode: bool = True) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked here
@@ -78,6 +95,8 @@ def _opened(data: bytes, param: str, most_pixels: int) -> Image.Image:
             raise _too_large(f"{width}x{height}", param, most_pixels)
         if data.startswith(_JPEG_BEGINS) and data.count(_SCAN_BEGINS) > _MOST_SCANS:
             raise _too_many_scans(param)
+        if not decode:
+            return picture
         return _in_eight_bits(ImageOps.exif_transpose(picture))
     except GatewayError:
         raise

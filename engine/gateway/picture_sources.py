@@ -5,50 +5,73 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Sequence
 from urllib.parse import unquote_to_bytes
 
 from starlette.datastructures import UploadFile
 
+from omni_engine.engine.gateway.byte_budget import Lease
 from omni_engine.engine.gateway.errors import GatewayError
-from omni_engine.engine.gateway.picture_inputs import Pixels, decode_picture
+from omni_engine.engine.gateway.picture_inputs import (
+    Pixels,
+    decode_mask,
+    decode_picture,
+    decoded_bytes,
+)
 from omni_engine.engine.gateway.remote_pictures import fetch
 from omni_engine.engine.gateway.state import Gateway
 
 _FETCHES = asyncio.Semaphore(8)
 """Slow hosts hold up each other, and nobody else."""
 
-Decoder = Callable[[bytes, str, int], Pixels]
+_MASK = "mask"
+
+Source = UploadFile | str
+"""An uploaded file, or a URL."""
 
 
-async def picture_from(
-    gateway: Gateway, source: UploadFile | str, param: str, decode: Decoder = decode_picture
-) -> Pixels:
-    """Return an input picture as an array.
+async def pictures_from(
+    gateway: Gateway, given: Sequence[tuple[str, Source]], lease: Lease
+) -> list[Pixels]:
+    """Return input pictures as arrays.
+
+    All are measured before one is decoded: small files may hold large pictures.
 
     Args:
         gateway: whose settings and threads count.
-        source: an uploaded file, or a URL.
-        param: the HTTP field that it came in, for errors.
-        decode: turns the file into an array.
+        given: what each is made from, by the HTTP field that it came in; ``mask`` becomes a mask.
+        lease: takes the room for the arrays, which it may have to wait for.
 
     Raises:
-        GatewayError: if it can't be had, or is no picture.
+        GatewayError: if one can't be had, is no picture, or all are too large together.
     """
-    data = await _bytes_of(gateway, source, param)
-    return await gateway.encoders.run(decode, data, param, gateway.limits.max_input_pixels)
+    run, most_pixels = gateway.encoders.run, gateway.limits.max_input_pixels
+    files: list[tuple[str, bytes]] = []
+    left = gateway.http.max_body_bytes
+    for param, source in given:
+        data = await _bytes_of(gateway, source, param, left)
+        left = max(0, left - len(data))
+        files.append((param, data))
+    size, most = 0, gateway.limits.max_message_bytes
+    for param, data in files:
+        size += await run(decoded_bytes, data, param, most_pixels, is_mask=param == _MASK)
+        if size > most:
+            raise _too_much(param, most)
+    await lease.take(size)
+    return [
+        await run(decode_mask if param == _MASK else decode_picture, data, param, most_pixels)
+        for param, data in files
+    ]
 
 
-async def _bytes_of(gateway: Gateway, source: UploadFile | str, param: str) -> bytes:
+async def _bytes_of(gateway: Gateway, source: Source, param: str, most: int) -> bytes:
     if isinstance(source, UploadFile):
         return await source.read()
     if source.startswith("data:"):
         return await gateway.encoders.run(_decoded_url, source, param)
     if source.startswith(("http://", "https://")):
         async with _FETCHES:
-            return await asyncio.to_thread(
-                fetch, source, param, gateway.http.image_hosts, gateway.http.max_body_bytes
-            )
+            return await asyncio.to_thread(fetch, source, param, gateway.http.image_hosts, most)
     raise GatewayError(
         400,
         f"{param!r} is text, but no URL. Expected: an uploaded file, a data: URL, or a URL of an "
@@ -73,3 +96,13 @@ def _decoded_url(url: str, param: str) -> bytes:
             param,
             "invalid_image",
         ) from None
+
+
+def _too_much(field: str, most: int) -> GatewayError:
+    return GatewayError(
+        413,
+        f"The pictures have more than {most} bytes in all once they are decoded "
+        "(limits.max_message_bytes). Send fewer or smaller ones.",
+        field,
+        "message_too_large",
+    )

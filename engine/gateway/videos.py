@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 
 from omni_engine.engine.gateway.auth import require_key
+from omni_engine.engine.gateway.byte_budget import Lease
 from omni_engine.engine.gateway.disconnects import while_connected
 from omni_engine.engine.gateway.errors import GatewayError
 from omni_engine.engine.gateway.image_jobs import caller_id
 from omni_engine.engine.gateway.image_results import AppliedLora, Metrics
 from omni_engine.engine.gateway.openapi import errors_of, errors_of_requests
-from omni_engine.engine.gateway.picture_sources import picture_from
-from omni_engine.engine.gateway.state import Gateway, gateway_of
+from omni_engine.engine.gateway.picture_sources import pictures_from
+from omni_engine.engine.gateway.state import Gateway, gateway_of, lease_of
 from omni_engine.engine.gateway.video_bodies import REFERENCE, read_request, request_body
 from omni_engine.engine.gateway.video_job import VideoJob
 from omni_engine.engine.gateway.video_jobs import VideoJobs, video_error
@@ -57,7 +58,10 @@ Jobs = Annotated[VideoJobs, Depends(jobs_of)]
 
 @router.post("", openapi_extra={"requestBody": request_body()}, responses=errors_of_requests())
 async def create_video(
-    request: Request, jobs: Jobs, gateway: Annotated[Gateway, Depends(gateway_of)]
+    request: Request,
+    jobs: Jobs,
+    gateway: Annotated[Gateway, Depends(gateway_of)],
+    lease: Annotated[Lease, Depends(lease_of)],
 ) -> Video:
     """Have a video made.
 
@@ -78,7 +82,10 @@ async def create_video(
             plan = plan_of(wanted, model, able)
         else:
             plan = await gateway.encoders.run(plan_of, wanted, model, able)
-        inputs = {} if source is None else {"image": await picture_from(gateway, source, REFERENCE)}
+        inputs: dict[str, Any] = {}
+        if source is not None:
+            reading = pictures_from(gateway, [(REFERENCE, source)], lease)
+            (inputs["image"],) = await while_connected(request.receive, reading)
         name = caller_id(request)
         job = await jobs.submit(wanted.prompt, inputs, model.name, plan, name)
     except OmniError as error:
