@@ -129,8 +129,7 @@ async def delete_video(video_id: str, jobs: Jobs) -> VideoDeleted:
     responses={
         200: {"content": {"video/mp4": {}, "image/webp": {}}, "description": "The file."},
         206: {"content": {"video/mp4": {}}, "description": "The part of it that was asked for."},
-        416: {"description": "There is no such part."},
-        **errors_of(400, 401, 403, 404, 409),
+        **errors_of(400, 401, 403, 404, 409, 416),
     },
 )
 async def download_video(
