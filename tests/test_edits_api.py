@@ -9,10 +9,15 @@ import http.client
 import http.server
 import io
 import json
+import queue
+import re
+import socket
 import struct
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import openai
@@ -21,6 +26,7 @@ from diffusers import StableDiffusionInpaintPipeline
 from http_server import HttpServer, http_server
 from PIL import Image
 from tiny_models import save_tiny_stable_diffusion, tiny_stable_diffusion
+from waiting import wait_for
 
 from omni_engine import OmniClient, OmniDiffusionSamplingParams
 from omni_engine.engine.gateway.byte_budget import ByteBudget, Lease
@@ -297,7 +303,7 @@ def test_pictures_by_url(server: HttpServer, site: str) -> None:
         for files, fields in (
             (GOOD, {}),
             ({}, {"image": f"data:image/png;base64,{inline}"}),
-            ({}, {"image": f"{site}/picture"}),
+            ({}, {"image": f"{site.upper()}/picture"}),
         )
     ]
     assert [status for status, _ in answers] == [200] * 3
@@ -307,19 +313,55 @@ def test_pictures_by_url(server: HttpServer, site: str) -> None:
 # -- fetching
 
 
+ASKED: queue.Queue[str] = queue.Queue()
+LEFT: queue.Queue[str] = queue.Queue()
+"""Paths that a site was asked for, and those whose answer was not waited for."""
+
+
+def fetched(url: str, hosts: Sequence[str] = ("127.0.0.1",), most: int = 10_000) -> bytes:
+    return asyncio.run(fetch(url, "image", hosts, most, timeout_s=1.0))
+
+
 class _Site(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        redirects = {"/moved": "/picture", "/away": "http://127.0.0.2/picture", "/round": "/round"}
+        self.server.asked.put(self.path)  # type: ignore[attr-defined]
+        redirects = {
+            "/moved": "/picture",
+            "/away": "http://127.0.0.2/picture",
+            "/round": "/round",
+            "/latin": "/pictur\xe9",
+            "/nonsense": "http://[bad/",
+        }
         if self.path in redirects:
             self.send_response(302)
             self.send_header("Location", redirects[self.path])
             self.end_headers()
             return
+        if "dripping" in self.path:
+            return self._drip()
         self.send_response(404 if self.path == "/lost" else 200)
         self.end_headers()
         if self.path == "/slow":
             self.server.stuck.wait(20)  # type: ignore[attr-defined]
         self.wfile.write(GOOD["image"])
+
+    def _drip(self) -> None:
+        """Send a line that does not end, byte by byte, until the other side leaves."""
+        chunked = b"Transfer-Encoding: chunked\r\n\r\n"
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        self.wfile.write(chunked if "chunk" in self.path else b"X-Long: ")
+        self.connection.settimeout(0.1)
+        for _ in range(600):
+            try:
+                if not self.connection.recv(1):
+                    break
+            except TimeoutError:
+                self.wfile.write(b"0")
+            except ConnectionError:
+                break
+        else:
+            return
+        self.server.left.put(self.path)  # type: ignore[attr-defined]
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -329,6 +371,7 @@ class _Site(http.server.BaseHTTPRequestHandler):
 def site() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Site) as running:
         running.stuck = threading.Event()  # type: ignore[attr-defined]
+        running.asked, running.left = ASKED, LEFT  # type: ignore[attr-defined]
         thread = threading.Thread(target=running.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{running.server_port}"
@@ -338,8 +381,8 @@ def site() -> Iterator[str]:
 
 
 def test_a_picture_is_fetched_and_redirects_within_its_host_are_followed(site: str) -> None:
-    for path in ("/picture", "/moved"):
-        assert fetch(site + path, "image", ["127.0.0.1"], 10_000) == GOOD["image"]
+    for path in ("/picture", "/moved", "/pictur\xe9?a=\u6f22 \xe9#\xe9", "/latin"):
+        assert fetched(site + path) == GOOD["image"]
 
 
 @pytest.mark.parametrize(
@@ -348,25 +391,54 @@ def test_a_picture_is_fetched_and_redirects_within_its_host_are_followed(site: s
         ("/away", "not fetched from 127.0.0.2"),
         ("/round", "more than 3 times"),
         ("/lost", "status 404"),
+        ("/nonsense", "127.0.0.1 can't be asked"),
+        ("/\ud800", "127.0.0.1 can't be asked"),
         ("/slow", "it took too long"),
+        ("/dripping-header", "it took too long"),
+        ("/dripping-chunk", "it took too long"),
     ],
 )
 def test_what_is_not_fetched(site: str, path: str, part: str) -> None:
     with pytest.raises(GatewayError, match=part):
-        fetch(site + path, "image", ["127.0.0.1"], 10_000, timeout_s=1.0)
+        fetched(site + path)
+    if "dripping" in path:
+        assert LEFT.get(timeout=60) == path
+
+
+def abandoned(server: HttpServer) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        told = answer.read().decode()
+    labels = 'method="POST",route="/v1/images/edits",status="499"'
+    found = re.search(rf"^omni_http_requests_total\{{{labels}\}} (\S+)$", told, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_nothing_is_fetched_for_a_client_that_has_gone(server: HttpServer, site: str) -> None:
+    path, before = "/dripping-for-one-who-leaves", abandoned(server)
+    body = urlencode({"prompt": "x", "model": "img2img", "image": site + path})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(
+            "POST /v1/images/edits HTTP/1.1\r\nHost: x\r\n"
+            "Content-Type: application/x-www-form-urlencoded\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        while ASKED.get(timeout=60) != path:
+            pass
+    assert LEFT.get(timeout=60) == path
+    wait_for(lambda: abandoned(server) > before, 60)  # and not one that took too long
 
 
 def test_a_redirect_to_another_allowed_host_is_refused(site: str) -> None:
     with pytest.raises(GatewayError, match="another host"):
-        fetch(f"{site}/away", "image", ["127.0.0.1", "127.0.0.2"], 10_000)
+        fetched(f"{site}/away", ["127.0.0.1", "127.0.0.2"])
 
 
 def test_large_files_and_odd_urls_are_not_fetched(site: str) -> None:
     with pytest.raises(GatewayError, match="more than 10 bytes"):
-        fetch(f"{site}/picture", "image", ["127.0.0.1"], 10)
+        fetched(f"{site}/picture", most=10)
     for url in ("http://user@127.0.0.1/", "ftp://127.0.0.1/", "http://127.0.0.1:x/", "http:///a"):
         with pytest.raises(GatewayError):
-            fetch(url, "image", ["127.0.0.1"], 10_000)
+            fetched(url)
 
 
 # -- decoding

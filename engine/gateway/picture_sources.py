@@ -67,11 +67,12 @@ async def pictures_from(
 async def _bytes_of(gateway: Gateway, source: Source, param: str, most: int) -> bytes:
     if isinstance(source, UploadFile):
         return await source.read()
-    if source.startswith("data:"):
+    scheme = source.partition(":")[0].lower()
+    if scheme == "data":
         return await gateway.encoders.run(_decoded_url, source, param)
-    if source.startswith(("http://", "https://")):
+    if scheme in ("http", "https"):
         async with _FETCHES:
-            return await asyncio.to_thread(fetch, source, param, gateway.http.image_hosts, most)
+            return await fetch(source, param, gateway.http.image_hosts, most)
     raise GatewayError(
         400,
         f"{param!r} is text, but no URL. Expected: an uploaded file, a data: URL, or a URL of an "
