@@ -295,7 +295,7 @@ def test_a_picture_to_start_from(client: openai.OpenAI, http: httpx2.Client) -> 
         ({"num_frame": 4}, 400, "num_frame", "Did you mean 'num_frames'?"),
         ({"duration": 4}, 400, "duration", "Did you mean 'seconds'?"),
         ({"n": 2}, 400, "n", "less than or equal to 1"),
-        ({"size": "16"}, 400, "size", "pattern"),
+        ({"size": "16"}, 400, "size", "WIDTHxHEIGHT"),
         ({"size": "20x16"}, 400, "size", "20"),
         ({"seconds": True}, 400, "seconds", "number"),
         ({"seconds": "nan"}, 400, "seconds", "finite"),
