@@ -244,6 +244,18 @@ def test_what_is_wrong_is_named(
     assert part in error["message"]
 
 
+def test_fields_in_url_encoding_are_small(server: HttpServer) -> None:
+    statuses = []
+    for size in (1_000, 100_000):
+        form = urlencode({"prompt": "x" * size, "model": "nobody", "image": "data:,"})
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        with contextlib.closing(connection):
+            kind = {"Content-Type": "application/x-www-form-urlencoded"}
+            connection.request("POST", "/v1/images/edits", form, kind)
+            statuses.append(connection.getresponse().status)
+    assert statuses == [404, 400]
+
+
 def test_small_files_cannot_hold_more_than_the_engine_takes(server: HttpServer) -> None:
     large = file_of(Image.new("RGB", (200, 200)))
     assert len(large) < 1000

@@ -26,7 +26,7 @@ PICTURE_BODY_BYTES = 16 << 20
 """Of JSON with a picture as a data: URL. Reading it stops everything else for some 20 ms."""
 _FIELD_BYTES = 4 << 20
 """Of one text field of a form; pictures as data: URLs are such fields."""
-_ENCODED_FIELD_BYTES = 256 << 10
+_ENCODED_FIELD_BYTES = 64 << 10
 """Of one field of a form in URL encoding, which is decoded on the event loop."""
 _SMALL_BYTES = 64 << 10
 """Of a body that is read in less time than handing it to a thread takes."""
