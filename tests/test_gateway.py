@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 from conftest import PATTERN
@@ -92,6 +93,16 @@ def test_without_the_right_key_nothing_is_served(server: HttpServer, key: str | 
 def test_both_keys_let_requests_in(server: HttpServer, key: str) -> None:
     status, models = call(f"{server.url}/v1/models", Authorization=f"Bearer {key}")
     assert (status, [model["id"] for model in models["data"]]) == (200, ["pattern"])
+
+
+def test_the_official_client_knows_a_wrong_key_from_a_right_one(server: HttpServer) -> None:
+    address = f"{server.url}/v1"
+    with openai.OpenAI(base_url=address, api_key="not the key", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            stranger.models.list()
+        assert (caught.value.status_code, caught.value.code) == (401, "invalid_api_key")
+    with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0) as known:
+        assert known.models.list().data
 
 
 def test_health_and_readiness_need_no_key_and_tell_little(server: HttpServer) -> None:
