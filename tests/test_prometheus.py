@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from http_server import HttpServer, http_server
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +25,9 @@ from test_docs import Session, blocks
 from waiting import wait_for
 
 from omni_engine import OmniClient, OmniDiffusionSamplingParams
+from omni_engine.engine.gateway import http_figures
 from omni_engine.engine.gateway.busy_ratios import LONGEST_S, SHORTEST_S, BusyRatios
+from omni_engine.engine.gateway.http_figures import HttpFigures, HttpMeter
 from omni_engine.engine.gateway.metric_families import WORKER_STATES, families_of
 from omni_engine.engine.worker_handle import WorkerState
 
@@ -390,3 +395,14 @@ def test_all_families_are_there_without_an_engine() -> None:
     assert ratios.note(worker_at(1.0), 131.0) == {}, "another engine"
     assert ratios.note(worker_at(2.0), 131.0 + LONGEST_S + 1) == {}, "too long ago"
     assert ratios.note(worker_at(3.0), 142.0 + LONGEST_S) == {("m", "w"): pytest.approx(0.1)}
+
+
+def test_the_access_log_tells_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI()
+    app.add_middleware(HttpMeter, figures=HttpFigures())
+    with caplog.at_level(logging.DEBUG, logger=http_figures.__name__):
+        TestClient(app, client=("192.0.2.7", 1)).get("/nothing?secret=1")
+    (record,) = [one for one in caplog.records if one.name == http_figures.__name__]
+    assert re.fullmatch(r"GET /nothing from 192\.0\.2\.7: 404, \d+\.\d ms", record.getMessage())
+    told = vars(record)
+    assert (told["event"], told["status"], told["path"]) == ("http_request", 404, "/nothing")

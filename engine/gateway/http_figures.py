@@ -1,7 +1,8 @@
-"""The gateway's own figures: HTTP requests, and what its threads encode and decode."""
+"""The gateway's own figures and access log: HTTP requests, and what its threads encode."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_engine.engine.gateway.errors import CLIENT_CLOSED_REQUEST
+
+logger = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "none"
@@ -52,7 +55,7 @@ class HttpFigures:
 
 
 class HttpMeter:
-    """Counts every HTTP request that passes, and how long its answer takes.
+    """Counts and logs every HTTP request that passes, and how long its answer takes.
 
     Args:
         app: what comes next.
@@ -87,4 +90,20 @@ class HttpMeter:
             self._figures.requests.labels(route, method, status).inc()
             elapsed = time.perf_counter() - began
             self._figures.seconds.labels(route, method).observe(elapsed)
+            _log(scope, status, elapsed)
         return None
+
+
+def _log(scope: Scope, status: str, elapsed_s: float) -> None:
+    """Write the access log's line."""
+    address = scope.get("client") or ("", 0)
+    fields = {
+        "event": "http_request",
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": int(status),
+        "ms": round(1000 * elapsed_s, 3),
+        "address": address[0],
+    }
+    line = "%(method)s %(path)s from %(address)s: %(status)d, %(ms).1f ms"
+    logger.debug(line, fields, extra=fields)
