@@ -71,11 +71,12 @@ def measure(client: OmniClient, url: str, pictures: int, rounds: int, output_for
     idle: list[float] = []
     busy: list[float] = []
     took: list[float] = []
-    client.submit("a red circle on a white background", NO_END, model="ticker")
     fetch(url, output_format)
-    _, since = ticks_in(client, None)
     with concurrent.futures.ThreadPoolExecutor(pictures) as clients:
         for _ in range(rounds):
+            ticker = client.submit("a red circle on a white background", NO_END, model="ticker")
+            next(event for event in ticker.events() if event.step)
+            _, since = ticks_in(client, None)
             time.sleep(IDLE_S)
             ends, since = ticks_in(client, since)
             idle.append(statistics.median(intervals_ms(ends)))
@@ -84,6 +85,8 @@ def measure(client: OmniClient, url: str, pictures: int, rounds: int, output_for
             took.append(time.monotonic() - began)
             ends, since = ticks_in(client, since)
             busy.append(statistics.median(intervals_ms(ends)))
+            ticker.abort()
+            ticker.result(60)
     ratios = [b / i for b, i in zip(busy, idle, strict=True)]
     print(f"{pictures} pictures of 1024 x 1024 as {output_format}, {rounds} rounds, medians:")
     print(f"  tick interval, nothing else  {statistics.median(idle):7.2f} ms")
