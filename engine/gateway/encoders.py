@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-_NICENESS = 10
+_NICENESS = 15
 
 P = ParamSpec("P")
 R = TypeVar("R")
