@@ -37,8 +37,7 @@ class ServedModel:
 
     def default(self, field: str) -> Any:
         """Return the value of a sampling parameter that a request leaves out, if it is known."""
-        own = {} if self.capabilities is None else self.capabilities.defaults
-        return self.defaults.get(field, own.get(field))
+        return self.defaults.get(field)
 
 
 class Catalog:

@@ -46,6 +46,17 @@ Lora = Annotated[
 ]
 
 
+def lora_request_of(
+    lora: LoraChoice | list[LoraChoice] | None,
+) -> LoRARequest | list[LoRARequest] | None:
+    """Return what a choice of adapters is to the engine."""
+    if lora is None:
+        return None
+    if isinstance(lora, LoraChoice):
+        return LoRARequest(lora.name, lora.scale)
+    return [LoRARequest(one.name, one.scale) for one in lora]
+
+
 class StreamOptions(Body):
     """What a stream tells beside pictures."""
 
@@ -188,11 +199,7 @@ class ImageFields(Body):
     @property
     def lora_request(self) -> LoRARequest | list[LoRARequest] | None:
         """The adapters; an empty list is the bare model, None the model's default."""
-        if self.lora is None:
-            return None
-        if isinstance(self.lora, LoraChoice):
-            return LoRARequest(self.lora.name, self.lora.scale)
-        return [LoRARequest(one.name, one.scale) for one in self.lora]
+        return lora_request_of(self.lora)
 
 
 class ImageGenerationRequest(ImageFields):

@@ -73,5 +73,5 @@ def _described(model: ServedModel, gateway: Gateway) -> Model:
         makes_previews=None if able is None else able.makes_previews,
         makes_transparency=None if able is None else able.makes_transparency,
         step_execution=model.step_execution,
-        defaults={**({} if able is None else able.defaults), **model.defaults},
+        defaults=dict(model.defaults),
     )

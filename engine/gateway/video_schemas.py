@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
 from omni_engine.engine.gateway.image_results import AppliedLora, Metrics
-from omni_engine.engine.gateway.image_schemas import Guidance, Lora, LoraChoice, Whole
+from omni_engine.engine.gateway.image_schemas import Guidance, Lora, Whole, lora_request_of
 from omni_engine.engine.gateway.validation import Body
 from omni_engine.engine.gateway.weights import is_light
 from omni_engine.protocol.sampling import MAX_NAME_CHARS, MAX_SEED, LoRARequest
@@ -88,11 +88,7 @@ class VideoRequest(Body):
     @property
     def lora_request(self) -> LoRARequest | list[LoRARequest] | None:
         """The adapters; an empty list is the bare model, None the model's default."""
-        if self.lora is None:
-            return None
-        if isinstance(self.lora, LoraChoice):
-            return LoRARequest(self.lora.name, self.lora.scale)
-        return [LoRARequest(one.name, one.scale) for one in self.lora]
+        return lora_request_of(self.lora)
 
     @property
     def is_light(self) -> bool:
