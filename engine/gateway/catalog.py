@@ -37,7 +37,8 @@ class ServedModel:
 
     def default(self, field: str) -> Any:
         """Return the value of a sampling parameter that a request leaves out, if it is known."""
-        return self.defaults.get(field)
+        own = {} if self.capabilities is None else self.capabilities.defaults
+        return self.defaults.get(field, own.get(field))
 
 
 class Catalog:

@@ -13,20 +13,14 @@ from fastapi import Request
 from omni_engine.engine.async_client import AsyncRequestHandle
 from omni_engine.engine.gateway.catalog import ServedModel, unknown_model
 from omni_engine.engine.gateway.errors import GatewayError, from_engine
-from omni_engine.engine.gateway.image_schemas import ImageFields
+from omni_engine.engine.gateway.image_schemas import PASSED_ON, ImageFields
 from omni_engine.engine.gateway.state import Gateway
 from omni_engine.protocol.outputs import DiffusionOutput
 from omni_engine.protocol.requests import presentable_id
 from omni_engine.protocol.sampling import OmniDiffusionSamplingParams
 
 _PASSED_ON = (
-    "negative_prompt",
-    "num_inference_steps",
-    "guidance_scale",
-    "guidance_scale_2",
-    "true_cfg_scale",
-    "seed",
-    "sampler",
+    *PASSED_ON,
     "max_sequence_length",
     "extra_args",
 )

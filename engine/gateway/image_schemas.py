@@ -22,6 +22,17 @@ from omni_engine.protocol.sampling import (
     LoRARequest,
 )
 
+PASSED_ON = (
+    "negative_prompt",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "true_cfg_scale",
+    "seed",
+    "sampler",
+)
+"""Fields of pictures and videos alike that the engine takes as they are."""
+
 Guidance = Annotated[float, Field(ge=-1000, le=1000)]
 Whole = Annotated[int, Field(ge=1, lt=1 << 31)]
 

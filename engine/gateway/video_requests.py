@@ -7,6 +7,7 @@ from typing import Any
 
 from omni_engine.engine.gateway.catalog import ServedModel
 from omni_engine.engine.gateway.errors import GatewayError
+from omni_engine.engine.gateway.image_schemas import PASSED_ON
 from omni_engine.engine.gateway.video_schemas import (
     FASTEST_FPS,
     SLOWEST_FPS,
@@ -22,15 +23,6 @@ _RATE_ARGUMENT = "frame_rate"
 """What pipelines that are told the rate call it, if not ``fps``: LTX's do."""
 _DEFAULT_OF_RATE_ARGUMENT = 25.0
 """LTX's own."""
-_PASSED_ON = (
-    "negative_prompt",
-    "num_inference_steps",
-    "guidance_scale",
-    "guidance_scale_2",
-    "true_cfg_scale",
-    "seed",
-    "sampler",
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ def plan_of(request: VideoRequest, model: ServedModel, able: PipelineCapabilitie
         fps=fps if "fps" in able.sampling_fields else None,
         lora_request=request.lora_request,
         extra_args=extra_args,
-        **{name: getattr(request, name) for name in _PASSED_ON},
+        **{name: getattr(request, name) for name in PASSED_ON},
     )
     height, width = size or (model.default("height"), model.default("width"))
     return VideoPlan(
